@@ -1,0 +1,37 @@
+# `make demo` and `make test` are all a newcomer needs. Everything runs in .venv.
+PYTHON ?= python3.11
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test test-slow lint examples bench clean install
+
+install: .venv/.installed
+
+.venv/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+demo: install
+	$(BIN)/paraflow launch -n 2 examples/digits.py
+
+test: install
+	$(BIN)/python -m pytest -m "not slow and not root"
+
+test-slow: install
+	$(BIN)/python -m pytest -m "slow or root"
+
+lint: install
+	$(BIN)/ruff check paraflow tests examples benchmarks
+	$(BIN)/ruff format --check paraflow tests examples benchmarks
+	$(BIN)/mypy
+
+examples: install
+	for script in examples/*.py; do echo "== $$script" && $(BIN)/python $$script || exit 1; done
+
+bench: install
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,peers]"
+	$(BIN)/python benchmarks/overhead.py
+
+clean:
+	rm -rf .venv runs build dist .mypy_cache .ruff_cache .pytest_cache

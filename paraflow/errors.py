@@ -1,0 +1,43 @@
+"""The errors Paraflow raises on purpose: each is a sentence that says what was given, expected, and to write instead."""
+
+from __future__ import annotations
+
+
+class ParaflowError(Exception):
+    """The base of every error that Paraflow raises on purpose."""
+
+
+class PlanError(ParaflowError, ValueError):
+    """A plan that cannot be run, with the rule that refuses it.
+
+    Attributes:
+        rule: The id of the refusing row of `paraflow.rules`, or None where no row but the plan's own form refuses.
+    """
+
+    def __init__(self, message: str, rule: str | None = None) -> None:
+        super().__init__(message)
+        self.rule = rule
+
+
+class DataError(ParaflowError, ValueError):
+    """Data that cannot be divided, read or understood."""
+
+
+class ModelError(ParaflowError, ValueError):
+    """A model that cannot be trained as it is: nothing to train, a loss that is no scalar, a step that returns nonsense."""
+
+
+class CheckpointError(ParaflowError, RuntimeError):
+    """A checkpoint that is missing, incomplete, or of another model."""
+
+
+class LaunchError(ParaflowError, RuntimeError):
+    """A process that could not be started, or that ended with an error.
+
+    Attributes:
+        exit_code: The exit status the failed process ended with (a signal's as 128 + its number).
+    """
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
