@@ -1,0 +1,98 @@
+"""Calls callbacks at events; found out once who listens to what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from paraflow.callbacks.base import HOOKS, Callback
+from paraflow.engine import StepHooks
+from paraflow.interval import Interval
+from paraflow.trigger import Agree, Trigger
+
+if TYPE_CHECKING:
+    from paraflow.trainer import Trainer
+
+Method = Callable[["Trainer", dict[str, Any]], None]
+_IN_STEP = ("micro_batch_begin", "micro_batch_end", "before_backward", "after_backward", "before_optimizer_step")
+
+
+class Dispatcher:
+    """The callbacks of a trainer, by event.
+
+    Args:
+        trainer: What they are given.
+        callbacks: In the order in which they are called.
+
+    Attributes:
+        callbacks: All of them.
+    """
+
+    def __init__(self, trainer: Trainer, callbacks: Sequence[Callback]) -> None:
+        for callback in callbacks:
+            _require_callback(callback)
+        self.callbacks = list(callbacks)
+        self._trainer = trainer
+        self._methods: dict[str, tuple[Method, ...]] = {hook: self._listening(hook) for hook in HOOKS}
+        self._step_end: list[tuple[Trigger, Method]] = []
+
+    def _listening(self, hook: str) -> tuple[Method, ...]:
+        return tuple(getattr(callback, hook) for callback in self.callbacks if _listens(callback, hook))
+
+    def start(self, step: int, agree: Agree) -> None:
+        """Makes ready for steps; intervals of time begin now."""
+        self._step_end = []
+        for callback in self.callbacks:
+            if _listens(callback, "on_step_end"):
+                trigger = Trigger(Interval.parse(callback.every), agree)
+                trigger.start(step)
+                self._step_end.append((trigger, callback.on_step_end))
+
+    def fire(self, hook: str, logs: dict[str, Any] | None = None) -> None:
+        """Calls everybody who listens to an event."""
+        for method in self._methods[hook]:
+            method(self._trainer, {} if logs is None else logs)
+
+    def due(self, step: int) -> list[Method]:
+        """Returns whose `on_step_end` is due with a step."""
+        return [method for trigger, method in self._step_end if trigger.at_step(step)]
+
+    def step_hooks(self) -> StepHooks:
+        """Returns what the engine calls while it runs a step."""
+        return StepHooks(**{name: tuple(map(self._bind, self._methods[f"on_{name}"])) for name in _IN_STEP})
+
+    def _bind(self, method: Method) -> Callable[[], None]:
+        return partial(method, self._trainer, {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the callbacks' state, by class and place among those of the class."""
+        return {key: callback.state_dict() for key, callback in self._keyed()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Gives each callback its state; one that is new to the run begins without."""
+        for key, callback in self._keyed():
+            if key in state:
+                callback.load_state_dict(state[key])
+
+    def _keyed(self) -> list[tuple[str, Callback]]:
+        seen: dict[str, int] = {}
+        keyed = []
+        for callback in self.callbacks:
+            name = type(callback).__name__
+            seen[name] = seen.get(name, 0) + 1
+            keyed.append((f"{name}-{seen[name]}", callback))
+        return keyed
+
+
+def _listens(callback: Callback, hook: str) -> bool:
+    """Whether a callback has an event's method of its own, in its class or on itself."""
+    method = getattr(callback, hook)
+    return getattr(method, "__func__", method) is not getattr(Callback, hook)
+
+
+def _require_callback(callback: object) -> None:
+    if isinstance(callback, Callback):
+        return
+    made = f"; write {callback.__name__}(...)" if isinstance(callback, type) else ""
+    raise TypeError(f"callbacks must hold paraflow.Callback objects, not {callback!r}{made}.")

@@ -1,0 +1,133 @@
+"""Sources that can only be read from the front: iterables of batches, and streams that differ by rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from paraflow.data.batch import Batch, MicroBatch, count_rows, take_rows
+from paraflow.data.order import seeded
+from paraflow.data.source import Reader
+from paraflow.errors import DataError
+
+Batches = Iterable[Any] | Callable[[], Iterable[Any]]
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """Marks data that each rank reads for itself: its batches are this rank's part, and a step sees them all together.
+
+    For streams that are split over ranks already (by file, by host). Ranks may have different numbers of batches, and
+    batches of different sizes: who has run out takes part in the steps of the others with nothing.
+
+    Attributes:
+        batches: An iterable of this rank's batches, or a function that returns one.
+    """
+
+    batches: Batches
+
+
+class StreamSource:
+    """An iterable of batches, the same on every rank: each is the batch of one step, and a rank keeps its share.
+
+    Args:
+        batches: The iterable, or a function that returns one for each epoch.
+    """
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+
+    @property
+    def batch_size(self) -> int | None:
+        """None: batches come ready-made."""
+        return None
+
+    @property
+    def length(self) -> int | None:
+        """Batches of an epoch, where the iterable knows."""
+        try:
+            return len(self._batches)  # type: ignore[arg-type]
+        except TypeError:
+            return None
+
+    def read(self, epoch: int, start: int, reader: Reader) -> Iterator[Batch]:
+        """Yields this rank's part of the epoch's batches; what lies before the sample ``start`` is read past."""
+        return mark_last(self._divided(epoch, start, reader))
+
+    def _divided(self, epoch: int, start: int, reader: Reader) -> Iterator[Batch]:
+        seen = 0
+        for whole in _iterate(self._batches, reader.seed, epoch):
+            rows = count_rows(whole)
+            if rows == 0:
+                continue
+            if seen >= start:
+                pieces = reader.division.micro_batches(rows)
+                yield Batch(cut_rows(whole, rows, pieces), rows, reader.division.shares(rows))
+            seen += rows
+
+
+class PerRankSource:
+    """This rank's own stream: its batches and those of the other ranks are one step's batch."""
+
+    def __init__(self, data: PerRank) -> None:
+        self._batches = data.batches
+
+    @property
+    def batch_size(self) -> int | None:
+        """None: batches come ready-made."""
+        return None
+
+    @property
+    def length(self) -> int | None:
+        """None: the other ranks' numbers are not known before they are read."""
+        return None
+
+    def read(self, epoch: int, start: int, reader: Reader) -> Iterator[Batch]:
+        """Yields this rank's part of each step until no rank has anything left."""
+        return mark_last(self._together(epoch, start, reader))
+
+    def _together(self, epoch: int, start: int, reader: Reader) -> Iterator[Batch]:
+        batches = _iterate(self._batches, reader.seed, epoch)
+        division, seen, previous = reader.division, 0, None
+        while True:
+            mine = next(batches, None)
+            shares = tuple(reader.gather(0 if mine is None else count_rows(mine)))
+            if not any(shares):
+                return
+            previous = previous if mine is None else mine
+            if previous is None:
+                raise DataError(f"Data rank {division.rank} has no batch at all; give every rank at least one.")
+            if seen >= start:
+                pieces = division.cut(shares)
+                yield Batch(cut_rows(previous, count_rows(previous), pieces), sum(shares), shares)
+            seen += sum(shares)
+
+
+def cut_rows(whole: Any, rows: int, pieces: list[tuple[int, int]]) -> list[MicroBatch]:
+    """Cuts micro-batches out of a batch; an empty piece becomes a stand-in of one sample that counts nothing."""
+    return [
+        MicroBatch(take_rows(whole, start, stop, rows), stop - start)
+        if stop > start
+        else MicroBatch(take_rows(whole, min(start, rows - 1), min(start, rows - 1) + 1, rows), 0)
+        for start, stop in pieces
+    ]
+
+
+def mark_last(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Reads one batch ahead, to mark the epoch's last."""
+    current = next(batches, None)
+    while current is not None:
+        following = next(batches, None)
+        current.last = following is None
+        yield current
+        current = following
+
+
+def _iterate(batches: Batches, seed: int, epoch: int) -> Iterator[Any]:
+    for level in (batches, getattr(batches, "dataset", None), getattr(batches, "sampler", None)):
+        if hasattr(level, "set_epoch"):
+            level.set_epoch(epoch)
+    # A DataLoader draws its workers' seed here; it must not come from the stream that dropout draws from.
+    with seeded(seed, epoch):
+        return iter(batches() if callable(batches) else batches)

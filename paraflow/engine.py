@@ -1,0 +1,301 @@
+"""The engine: a model under a plan.
+
+    train_step(batch):
+        clear gradients
+        for each micro-batch:  forward, weigh the loss, backward        (or as a plugin runs them)
+        reduce gradients over the ranks, correct their normalisation
+        step: each plugin in turn, then the optimizer and its schedule
+
+It composes the plugins' methods once, when it is built; a method that no plugin overrides is not called. It knows no
+strategy by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from paraflow.data.batch import Batch, MicroBatch, map_tensors
+from paraflow.errors import ModelError
+from paraflow.loss import StepOutput, read_step
+from paraflow.mesh import Mesh
+from paraflow.models.task import Task
+from paraflow.normaliser import Normaliser
+from paraflow.optim.state import load_optimizer_state, optimizer_state
+from paraflow.plan import Plan
+from paraflow.plugins.base import Plugin, State, in_order
+
+Listener = Callable[[], None]
+
+
+@dataclass
+class StepHooks:
+    """What the engine calls while it runs a step; empty where nobody listens."""
+
+    micro_batch_begin: tuple[Listener, ...] = ()
+    micro_batch_end: tuple[Listener, ...] = ()
+    before_backward: tuple[Listener, ...] = ()
+    after_backward: tuple[Listener, ...] = ()
+    before_optimizer_step: tuple[Listener, ...] = ()
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one optimizer step gave.
+
+    Attributes:
+        outputs: What each of this rank's micro-batches gave.
+        totals: The sums (weight × loss, weight) over all ranks, where the step exchanged them, else None.
+        norm: The global gradient norm, where a plugin measured it, else None.
+        stepped: Whether the optimizer stepped.
+    """
+
+    outputs: list[StepOutput]
+    totals: torch.Tensor | None
+    norm: torch.Tensor | None
+    stepped: bool
+
+
+class _Steps(nn.Module):
+    """A task's steps as one module, so that a plugin can wrap how all of them are called."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.module = task.module
+        self._task = (task,)
+
+    def forward(self, step: str, batch: Any) -> Any:
+        return getattr(self._task[0], step)(batch)
+
+
+class Engine:
+    """Runs a model's steps under a plan.
+
+    Args:
+        task: The model.
+        mesh: The ranks, laid out by the plan.
+        plugins: What the plan is made of.
+
+    Attributes:
+        task: The model, seen as something that can be trained.
+        module: The user's own module; its parameters keep their names under every plan.
+        mesh: The ranks.
+        plan: The plan.
+        parameters: The parameters that are trained, as the plugins left them.
+        optimizer: The optimizer; there once `prepare_optimizer` has run.
+        schedule: The learning-rate schedule, or None.
+        partition_dims: The mesh dimensions over which ranks hold different parts of the parameters.
+        last_norm: The gradient norm of the current step, where a plugin measured it.
+        lr: The learning rate of the last step.
+        hooks: What is called while a step runs.
+    """
+
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, task: Task, mesh: Mesh, plugins: Sequence[Plugin]) -> None:
+        self.task = task
+        self.module = task.module
+        self.mesh = mesh
+        self.plan: Plan = mesh.plan
+        self.plugins = in_order(plugins)
+        self.hooks = StepHooks()
+        self.schedule: torch.optim.lr_scheduler.LRScheduler | None = None
+        self.last_norm: torch.Tensor | None = None
+        self.lr = 0.0
+        self._normaliser = Normaliser(mesh)
+        self._place_model()
+        self._compose()
+
+    def _place_model(self) -> None:
+        self.module.to(self.mesh.device)
+        self._before = dict(self.module.named_parameters())
+        if not any(p.requires_grad for p in self._before.values()):
+            raise ModelError(
+                f"{type(self.module).__name__} has nothing to train: no parameter of it requires a gradient. "
+                "Call requires_grad_(True) on what should be trained."
+            )
+        steps: nn.Module = _Steps(self.task)
+        wrapping = [plugin for plugin in self.plugins if plugin.overrides("transform")]
+        for plugin in wrapping:
+            steps = plugin.transform(steps, self)
+        self._call: Callable[[str], Callable[[Any], Any]] = (
+            (lambda step: partial(steps, step)) if wrapping else (lambda step: getattr(self.task, step))
+        )
+        self._training_step = self._call("training_step")
+        self.parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self._groups = self._partition_groups()
+        self.partition_dims = tuple({dim: None for dims in self._groups for dim in dims})
+
+    def _partition_groups(self) -> dict[tuple[str, ...], list[nn.Parameter]]:
+        """The trained parameters by the mesh dimensions they are partitioned over."""
+        groups: dict[tuple[str, ...], list[nn.Parameter]] = {}
+        asking = [plugin for plugin in self.plugins if plugin.overrides("partitioned_over")]
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                dims = tuple(sorted({dim for plugin in asking for dim in plugin.partitioned_over(name, parameter)}))
+                groups.setdefault(dims, []).append(parameter)
+        return groups
+
+    def _compose(self) -> None:
+        self._contexts = self._overriding("micro_batch")
+        self._scalings = [plugin.scale_loss for plugin in self._overriding("scale_loss")]
+        self._reductions = [plugin.reduce_gradients for plugin in self._overriding("reduce_gradients")]
+        runner = next(iter(self._overriding("run_micro_batches")), None)
+        self._run = self.run_in_turn if runner is None else partial(runner.run_micro_batches, self)
+        proceed: Callable[[], bool] = self._apply
+        for plugin in reversed(self._overriding("step")):
+            proceed = partial(plugin.step, self, proceed)
+        self._step = proceed
+
+    def _overriding(self, method: str) -> list[Plugin]:
+        return [plugin for plugin in self.plugins if plugin.overrides(method)]
+
+    def prepare_optimizer(self, total_steps: int | None) -> None:
+        """Builds the optimizer and its schedule anew, over the parameters as the plugins left them."""
+        optimizer, self.schedule = self.task.build_optimizer(total_steps)
+        self._follow_replaced(optimizer)
+        for plugin in self._overriding("wrap_optimizer"):
+            optimizer = plugin.wrap_optimizer(optimizer, self)
+        self.optimizer = optimizer
+        self.lr = optimizer.param_groups[0]["lr"]
+
+    def _follow_replaced(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer that was made before a plugin replaced parameters is given their replacements."""
+        now = dict(self.module.named_parameters())
+        replaced = {id(old): now[name] for name, old in self._before.items() if name in now and now[name] is not old}
+        if not replaced:
+            return
+        for group in optimizer.param_groups:
+            group["params"] = [replaced.get(id(p), p) for p in group["params"]]
+
+    def train_step(self, batch: Batch) -> StepResult:
+        """Runs one optimizer step on this rank's share of a batch."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.last_norm = None
+        outputs = self._run(batch)
+        for reduce in self._reductions:
+            reduce(self)
+        correction = self._normaliser.correction(outputs, batch)
+        if correction is not None:
+            torch._foreach_mul_(self.gradients(), correction)
+        stepped = self._step()
+        return StepResult(outputs, self._normaliser.totals, self.last_norm, stepped)
+
+    def run_in_turn(self, batch: Batch) -> list[StepOutput]:
+        """Runs forward and backward of the micro-batches one after another."""
+        count = len(batch.micro_batches)
+        if not self._contexts:
+            return [self._forward_backward(micro, batch) for micro in batch.micro_batches]
+        outputs = []
+        for index, micro in enumerate(batch.micro_batches):
+            with self._around(index, count):
+                outputs.append(self._forward_backward(micro, batch))
+        return outputs
+
+    @contextmanager
+    def _around(self, index: int, count: int) -> Iterator[None]:
+        with ExitStack() as stack:
+            for plugin in self._contexts:
+                context: AbstractContextManager[Any] = plugin.micro_batch(index, count)
+                stack.enter_context(context)
+            yield
+
+    def _forward_backward(self, micro: MicroBatch, batch: Batch) -> StepOutput:
+        hooks = self.hooks
+        for listener in hooks.micro_batch_begin:
+            listener()
+        output = read_step(self._training_step(micro.data), micro.samples)
+        loss = self.weigh(output, batch)
+        for listener in hooks.before_backward:
+            listener()
+        loss.backward()  # type: ignore[no-untyped-call]
+        for listener in hooks.after_backward:
+            listener()
+        release_graph(output)
+        for listener in hooks.micro_batch_end:
+            listener()
+        return output
+
+    def weigh(self, output: StepOutput, batch: Batch) -> torch.Tensor:
+        """Returns what backward starts from: the loss, weighted for the whole batch and scaled by the plugins.
+
+        Raises:
+            ModelError: No parameter had a part in the loss.
+        """
+        if not output.loss.requires_grad:
+            raise ModelError(
+                "The loss does not depend on any parameter that requires a gradient; return it from the step as computed, "
+                "not detached, and not under torch.no_grad."
+            )
+        factor = self._normaliser.factor(output, batch)
+        loss = output.loss if isinstance(factor, float) and factor == 1.0 else output.loss * factor
+        for scale in self._scalings:
+            loss = scale(loss)
+        return loss
+
+    def eval_step(self, micro: MicroBatch) -> StepOutput:
+        """Runs forward of a micro-batch in evaluation; the caller turns off gradients and training mode."""
+        return read_step(self._call("validation_step")(micro.data), micro.samples)
+
+    def predict_step(self, micro: MicroBatch) -> Any:
+        """Returns the model's output for a micro-batch; the caller turns off gradients and training mode."""
+        return self._call("predict_step")(micro.data)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Returns the gradients there are, in the order of the parameters."""
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def gradient_norm(self) -> torch.Tensor:
+        """Returns the norm of the whole gradient, over every parameter and every rank that holds a part: 0-dim."""
+        if not self.partition_dims:
+            return torch.nn.utils.get_total_norm(self.gradients())
+        squares = torch.zeros((), device=self.mesh.device)
+        for dims, parameters in self._groups.items():
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            square = torch.nn.utils.get_total_norm(gradients).float() ** 2 if gradients else torch.zeros_like(squares)
+            squares = squares + self.mesh.all_reduce(square, dims)
+        return squares.sqrt()
+
+    def _apply(self) -> bool:
+        for listener in self.hooks.before_optimizer_step:
+            listener()
+        self.optimizer.step()
+        if self.schedule is not None:
+            self.lr = self.optimizer.param_groups[0]["lr"]
+            self.schedule.step()
+        return True
+
+    def state_dict(self) -> State:
+        """Returns parameters, optimizer, schedule and the plugins' own, as one device would hold them."""
+        state: State = {"model": dict(self.module.state_dict()), "plugins": {}}
+        if hasattr(self, "optimizer"):
+            state["optimizer"] = optimizer_state(self.optimizer, self.module)
+            state["schedule"] = None if self.schedule is None else self.schedule.state_dict()
+        for plugin in reversed(self._overriding("state_dict")):
+            state = plugin.state_dict(state, self)
+        return state
+
+    def load_state_dict(self, state: State) -> None:
+        """Takes up a state that any plan may have saved."""
+        for plugin in self._overriding("load_state_dict"):
+            state = plugin.load_state_dict(state, self)
+        self.module.load_state_dict(state["model"])
+        if hasattr(self, "optimizer") and "optimizer" in state:
+            load_optimizer_state(self.optimizer, self.module, state["optimizer"])
+            if self.schedule is not None and state["schedule"] is not None:
+                self.schedule.load_state_dict(state["schedule"])
+            self.lr = self.optimizer.param_groups[0]["lr"]
+
+
+def release_graph(output: StepOutput) -> None:
+    """Detaches what a step gave from its graph, which would otherwise live until the next step."""
+    output.loss = output.loss.detach()
+    if output.output is not None:
+        output.output = map_tensors(torch.Tensor.detach, output.output)

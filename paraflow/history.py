@@ -1,0 +1,101 @@
+"""What a run has measured, epoch by epoch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from paraflow.errors import ParaflowError
+
+
+class History:
+    """One list of numbers a metric, one entry an epoch; ``val_`` marks those of validation.
+
+    Attributes:
+        history: The lists by metric.
+        epoch: The epochs' numbers, from 0.
+
+    Example:
+        >>> history = History()
+        >>> history.add(0, {"loss": 2.0}); history.add(1, {"loss": 1.0, "val_loss": 1.5})
+        >>> history["loss"], history["val_loss"]
+        ([2.0, 1.0], [nan, 1.5])
+    """
+
+    def __init__(self) -> None:
+        self.history: dict[str, list[float]] = {}
+        self.epoch: list[int] = []
+
+    def add(self, epoch: int, logs: Mapping[str, Any]) -> None:
+        """Adds an epoch's numbers; what was not measured in an epoch is NaN in it."""
+        for key in logs:
+            self.history.setdefault(key, [math.nan] * len(self.epoch))
+        for key, values in self.history.items():
+            values.append(float(logs[key]) if key in logs else math.nan)
+        self.epoch.append(epoch)
+
+    def __getitem__(self, key: str) -> list[float]:
+        """The list of a metric."""
+        if key not in self.history:
+            raise KeyError(f"{key!r} was not measured; there is {', '.join(self.history) or 'nothing yet'}.")
+        return self.history[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.history
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.history)
+
+    def __len__(self) -> int:
+        return len(self.epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns everything as plain data."""
+        return {"history": {key: list(values) for key, values in self.history.items()}, "epoch": list(self.epoch)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up what was saved."""
+        self.history = {key: list(values) for key, values in state["history"].items()}
+        self.epoch = list(state["epoch"])
+
+    def table(self, title: str | None = None) -> Any:
+        """Returns the history as a rich table, to be printed with ``rich.print``."""
+        from rich.table import Table
+
+        table = Table("epoch", *self.history, title=title)
+        for row, epoch in enumerate(self.epoch):
+            numbers = (values[row] for values in self.history.values())
+            table.add_row(str(epoch + 1), *("–" if math.isnan(number) else f"{number:.4g}" for number in numbers))
+        return table
+
+    def plot(self, path: str | Path) -> Path:
+        """Draws the curves, one panel a metric with its validation beside it, to a PNG or whatever the suffix says.
+
+        Raises:
+            ParaflowError: matplotlib is not installed, or there is nothing to draw.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ParaflowError("History.plot needs matplotlib: pip install 'paraflow[plot]'.") from error
+        names = [key for key in self.history if not key.startswith("val_")]
+        if not names:
+            raise ParaflowError("There is no epoch to plot.")
+        # A figure without pyplot: whatever backend the user has chosen stays as it is.
+        figure = Figure(figsize=(4.6 * len(names), 3.6), layout="constrained")
+        axes = figure.subplots(1, len(names), squeeze=False)
+        epochs = [epoch + 1 for epoch in self.epoch]
+        for axis, name in zip(axes[0], names, strict=True):
+            axis.plot(epochs, self.history[name], marker="o", markersize=3, label="training")
+            if f"val_{name}" in self.history:
+                axis.plot(epochs, self.history[f"val_{name}"], marker="o", markersize=3, label="validation")
+                axis.legend(frameon=False)
+            axis.set(title=name, xlabel="epoch")
+            axis.grid(alpha=0.3)
+            axis.xaxis.get_major_locator().set_params(integer=True)
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(target, dpi=120)
+        return target

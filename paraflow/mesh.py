@@ -1,0 +1,239 @@
+"""The only owner of process groups and device meshes.
+
+A `Mesh` lays the plan's degrees over the ranks there are, outer to inner as `paraflow.plan.DEGREES` says, and offers
+the few collectives that the loop and the plugins need, named by mesh dimension.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from paraflow.errors import PlanError
+from paraflow.launch.environment import local_rank, rank, world_size
+from paraflow.plan import DATA_DEGREES, DEGREES, Plan
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Reduction = Literal["sum", "max", "min"]
+_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def choose_device(device: str | torch.device = "auto") -> torch.device:
+    """Returns the device this rank computes on.
+
+    Args:
+        device: A torch device, or ``"auto"``: the accelerator of this rank where there is one, else the CPU.
+
+    Raises:
+        PlanError: The device does not exist on this machine, or there are fewer devices than local ranks.
+    """
+    name = str(device)
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+        if name == "cpu" and world_size() == 1 and torch.backends.mps.is_available():
+            name = "mps"
+    try:
+        chosen = torch.device(name)
+    except RuntimeError as error:
+        raise PlanError(f"device={name!r} is no torch device; write 'auto', 'cpu', 'cuda' or 'cuda:0'.") from error
+    if chosen.type != "cuda":
+        return chosen
+    if not torch.cuda.is_available():
+        raise PlanError("device='cuda' was asked for, and torch sees no CUDA device here; write device='auto'.")
+    index = local_rank() if chosen.index is None or world_size() > 1 else chosen.index
+    if index >= torch.cuda.device_count():
+        raise PlanError(
+            f"Rank {rank()} wants CUDA device {index}, and this host has {torch.cuda.device_count()}. "
+            f"Start at most {torch.cuda.device_count()} processes on it."
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+class Mesh:
+    """The ranks of a run, laid out by a plan.
+
+    Attributes:
+        plan: The plan that is laid out.
+        device: The device of this rank.
+        rank: This process's place in the world.
+        world_size: The number of processes.
+        data_rank: This process's place among the ranks that see different samples.
+        data_ranks: How many of those there are.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self.plan = plan
+        self.device = device
+        self.rank = rank()
+        self.world_size = world_size()
+        self.data_ranks = plan.data_ranks
+        self._devices: DeviceMesh | None = None
+        if self.world_size > 1:
+            _start_process_group(device)
+            self._devices = _device_mesh(plan, device)
+        self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self.data_rank = self._place(DATA_DEGREES)
+
+    def __repr__(self) -> str:
+        degrees = " × ".join(f"{name} {self.degree(name)}" for name in DEGREES if self.degree(name) > 1)
+        return f"Mesh({degrees or 'one rank'}, rank {self.rank} of {self.world_size}, {self.device})"
+
+    def degree(self, dim: str) -> int:
+        """Returns the number of ranks along a mesh dimension."""
+        return int(getattr(self.plan, dim))
+
+    def coordinate(self, dim: str) -> int:
+        """Returns this rank's place along a mesh dimension."""
+        return self._place((dim,))
+
+    def device_mesh(self, *dims: str) -> DeviceMesh:
+        """Returns torch's device mesh over the given dimensions, which must have more than one rank."""
+        if self._devices is None:
+            raise PlanError(f"There is no device mesh over {dims} in a world of one process.")
+        return self._devices[dims]
+
+    def group(self, *dims: str) -> dist.ProcessGroup:
+        """Returns the process group of the ranks that differ from this one in the given dimensions only.
+
+        Raises:
+            PlanError: None of the dimensions has more than one rank.
+        """
+        wide = tuple(dim for dim in DEGREES if dim in dims and self.degree(dim) > 1)
+        if not wide or self._devices is None:
+            raise PlanError(f"No group of ranks spans {dims or '()'} in {self!r}.")
+        if wide not in self._groups:
+            self._groups[wide] = self._make_group(wide)
+        return self._groups[wide]
+
+    def _make_group(self, wide: tuple[str, ...]) -> dist.ProcessGroup:
+        assert self._devices is not None
+        if set(wide) == set(self._devices.mesh_dim_names or ()):
+            return dist.distributed_c10d._get_default_group()
+        if len(wide) == 1:
+            return self._devices.get_group(wide[0])
+        return self._devices[wide]._flatten("_".join(wide)).get_group()
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """The process group of the ranks that see different samples."""
+        return self.group(*DATA_DEGREES)
+
+    def all_reduce(
+        self, tensor: torch.Tensor, dims: Sequence[str] = DATA_DEGREES, op: Reduction = "sum"
+    ) -> torch.Tensor:
+        """Reduces a tensor in place over the given dimensions, and returns it; nothing to do where they have one rank."""
+        work = self.start_all_reduce(tensor, dims, op)
+        if work is not None:
+            work.wait()
+        return tensor
+
+    def start_all_reduce(
+        self, tensor: torch.Tensor, dims: Sequence[str] = DATA_DEGREES, op: Reduction = "sum"
+    ) -> dist.Work | None:
+        """Starts a reduction in place; the result is there after ``wait`` on what is returned."""
+        if all(self.degree(dim) == 1 for dim in dims):
+            return None
+        return dist.all_reduce(tensor, _REDUCTIONS[op], group=self.group(*dims), async_op=True)
+
+    def gather_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """Joins every data rank's rows, in order of rank.
+
+        Args:
+            rows: This rank's tensor of shape [counts[data_rank], ...].
+            counts: The number of rows of each data rank.
+
+        Returns:
+            A tensor of shape [sum(counts), ...], the same on every rank.
+        """
+        if self.data_ranks == 1:
+            return rows
+        padded = rows.new_zeros((max(counts), *rows.shape[1:]))
+        padded[: rows.shape[0]] = rows
+        gathered = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(gathered, padded, group=self.data_group)
+        return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
+
+    def gather_numbers(self, number: int) -> list[int]:
+        """Returns every data rank's number, in order of rank."""
+        if self.data_ranks == 1:
+            return [number]
+        box = torch.tensor([number], dtype=torch.int64, device=self._number_device)
+        return [int(n) for n in self.gather_rows(box, [1] * self.data_ranks).tolist()]
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Returns every rank's tensor, in order of rank over the whole world; shapes must agree."""
+        if self.world_size == 1:
+            return [tensor]
+        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(gathered, tensor)
+        return gathered
+
+    def broadcast(self, value: float) -> float:
+        """Returns rank 0's number on every rank."""
+        if self.world_size == 1:
+            return value
+        box = torch.tensor([value], dtype=torch.float64, device=self._number_device)
+        dist.broadcast(box, src=0)
+        return float(box.item())
+
+    def barrier(self) -> None:
+        """Waits until every rank is here."""
+        if self.world_size > 1:
+            dist.barrier()
+
+    @property
+    def _number_device(self) -> torch.device:
+        return self.device if self.device.type == "cuda" else torch.device("cpu")
+
+    def _place(self, dims: Sequence[str]) -> int:
+        """This rank's row-major place within the given dimensions."""
+        place, remaining = 0, self.rank
+        coordinates: dict[str, int] = {}
+        for dim in reversed(DEGREES):
+            remaining, coordinates[dim] = divmod(remaining, self.degree(dim))
+        for dim in dims:
+            place = place * self.degree(dim) + coordinates[dim]
+        return place
+
+
+def _device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    wide = [dim for dim in DEGREES if getattr(plan, dim) > 1]
+    return init_device_mesh(device.type, tuple(getattr(plan, dim) for dim in wide), mesh_dim_names=tuple(wide))
+
+
+def _start_process_group(device: torch.device) -> None:
+    if dist.is_initialized():
+        return
+    options: dict[str, Any] = {}
+    if device.type == "cuda":
+        options["device_id"] = device
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", **options)
+    # A gloo run that leaves without destroying its group can abort at exit.
+    atexit.register(shutdown)
+
+
+def shutdown() -> None:
+    """Destroys the process group, if this process has one."""
+    if dist.is_available() and dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+    atexit.unregister(shutdown)
+
+
+def cores_of_this_rank() -> int:
+    """Returns the CPU cores there are for each local rank, at least one."""
+    from paraflow.launch.environment import local_world_size
+
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, available // local_world_size())

@@ -1,0 +1,119 @@
+"""The step of a module that brings none of its own: call it, take the loss, count what the loss is over."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from paraflow.errors import ModelError
+from paraflow.models.losses import IGNORED
+from paraflow.models.recipe import recipe_of
+
+_TARGET_KEYS = ("labels", "label", "targets", "target", "y")
+
+
+def supervised_step(module: nn.Module, loss: Callable[[Any, Any], Any] | None, batch: Any) -> dict[str, Any]:
+    """Runs a module on a batch and returns its loss by the contract of `paraflow.loss`.
+
+    The batch is ``(inputs..., target)``, or a mapping (or dataclass) with the target under ``labels`` or ``target``.
+
+    Args:
+        module: The module to run.
+        loss: From (output, target) to the loss; None for a module whose output has a ``loss``, as in transformers,
+            which is given the whole batch.
+        batch: The micro-batch.
+
+    Raises:
+        ModelError: There is no loss, or no target for it.
+    """
+    result = _own_loss(module, batch) if loss is None else _apply_loss(module, loss, batch)
+    weight = recipe_of(module).weight
+    return result if weight is None else {**result, "weight": weight(batch)}
+
+
+def _apply_loss(module: nn.Module, loss: Callable[[Any, Any], Any], batch: Any) -> dict[str, Any]:
+    args, kwargs, target = split_batch(batch)
+    if target is None:
+        raise ModelError(
+            f"The batch ({_describe(batch)}) has no target for the loss: give (inputs, target), or a mapping with "
+            f"one of {', '.join(_TARGET_KEYS)}, or override training_step."
+        )
+    output = module(*args, **kwargs)
+    return {"loss": loss(output, target), "output": output, "target": target}
+
+
+def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """Returns (positional inputs, inputs by name, target) of a batch; the target is None where there is none.
+
+    Example:
+        >>> split_batch((1, 2, 3))
+        ((1, 2), {}, 3)
+        >>> split_batch({"x": 1, "labels": 2})
+        ((), {'x': 1}, 2)
+    """
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        batch = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    if isinstance(batch, Mapping):
+        key = next((key for key in _TARGET_KEYS if key in batch), None)
+        return (), {k: v for k, v in batch.items() if k != key}, None if key is None else batch[key]
+    if isinstance(batch, (tuple, list)) and len(batch) > 1:
+        return tuple(batch[:-1]), {}, batch[-1]
+    if isinstance(batch, (tuple, list)) and len(batch) == 1:
+        return (batch[0],), {}, None
+    return (batch,), {}, None
+
+
+def call_with_inputs(module: nn.Module, batch: Any) -> Any:
+    """Runs a module on a batch's inputs, as prediction does; transformers' outputs give their logits."""
+    args, kwargs, _ = split_batch(batch)
+    output = module(*args, **kwargs)
+    logits = getattr(output, "logits", None)
+    return output if logits is None else logits
+
+
+def _own_loss(module: nn.Module, batch: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        batch = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    if isinstance(batch, Mapping):
+        output = module(**batch)
+    elif isinstance(batch, (tuple, list)):
+        output = module(*batch)
+    else:
+        output = module(batch)
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None:
+        raise ModelError(
+            f"{type(module).__name__} has no loss: its output ({type(output).__name__}) has none for this batch "
+            f"({_describe(batch)}). Say one with configure(loss='cross_entropy'), or override training_step."
+        )
+    result: dict[str, Any] = {"loss": loss}
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if isinstance(labels, torch.Tensor) and labels.dim() > 1 and not labels.is_floating_point():
+        shifted = is_causal(module)
+        labels = labels[..., 1:] if shifted else labels
+        logits = logits[..., :-1, :] if shifted and isinstance(logits, torch.Tensor) else logits
+        result["weight"] = (labels != IGNORED).sum()
+    return {**result, "output": logits, "target": labels}
+
+
+def is_causal(module: nn.Module) -> bool:
+    """Whether a transformers model shifts its labels: it predicts each token from those before it.
+
+    Its loss is then a mean over all labels but the first of each row.
+    """
+    if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+        return False
+    return any(mark in type(module).__name__ for mark in ("CausalLM", "LMHead", "DoubleHeads"))
+
+
+def _describe(batch: Any) -> str:
+    if isinstance(batch, Mapping):
+        return "a mapping with " + ", ".join(map(str, batch))
+    if isinstance(batch, (tuple, list)):
+        return f"a {type(batch).__name__} of {len(batch)}"
+    return f"a {type(batch).__name__}"

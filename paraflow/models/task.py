@@ -1,0 +1,100 @@
+"""A task: any module, seen as something that can be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from paraflow.errors import ModelError
+from paraflow.models.losses import loss_function
+from paraflow.models.recipe import Recipe, recipe_of
+from paraflow.models.step import call_with_inputs, supervised_step
+from paraflow.optim import build_optimizer, build_schedule
+
+
+class Task:
+    """What the engine needs of a module: its steps, its metrics, its optimizer.
+
+    A module's own methods are used where it has them (a `paraflow.Model` has them all); a plain module gets the default
+    of each.
+
+    Args:
+        module: The module to train.
+
+    Attributes:
+        module: That module, unwrapped.
+        training_step: From a micro-batch to its loss.
+        validation_step: The same in evaluation.
+        predict_step: From a micro-batch to its output.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        if not isinstance(module, nn.Module):
+            raise ModelError(f"A model must be a torch.nn.Module, not a {type(module).__name__}.")
+        self.module = module
+        self.training_step: Callable[[Any], Any] = getattr(module, "training_step", None) or self._supervised_step()
+        self.validation_step: Callable[[Any], Any] = getattr(module, "validation_step", None) or self.training_step
+        self.predict_step: Callable[[Any], Any] = getattr(module, "predict_step", None) or partial(
+            call_with_inputs, module
+        )
+
+    def _supervised_step(self) -> Callable[[Any], Any]:
+        named = self.recipe.loss
+        return partial(supervised_step, self.module, None if named is None else loss_function(named))
+
+    @property
+    def recipe(self) -> Recipe:
+        """What was said of the module by `paraflow.configure`."""
+        return recipe_of(self.module)
+
+    def metrics(self) -> Sequence[Any] | Mapping[str, Any]:
+        """Returns the metrics that were asked for."""
+        own = getattr(self.module, "metrics", None)
+        specs: Sequence[Any] | Mapping[str, Any] = own() if callable(own) else self.recipe.metrics
+        return specs
+
+    def build_optimizer(self, total_steps: int | None) -> tuple[Optimizer, LRScheduler | None]:
+        """Builds the optimizer over the parameters as they are now, and its schedule.
+
+        Args:
+            total_steps: The optimizer steps of the run, or None where their number is not known.
+
+        Raises:
+            ModelError: The module's `configure_optimizers` returns something else, or there is nothing to train.
+        """
+        own = getattr(self.module, "configure_optimizers", None)
+        returned = own() if callable(own) else None
+        recipe = self.recipe
+        optimizer, schedule = _unpack(returned, recipe.schedule)
+        if optimizer is None:
+            optimizer = build_optimizer(
+                recipe.optimizer,
+                self.module.named_parameters(),
+                lr=recipe.lr,
+                weight_decay=recipe.weight_decay,
+                **recipe.optimizer_options,
+            )
+        if schedule is None and recipe.warmup:
+            schedule = "constant"
+        if schedule is None:
+            return optimizer, None
+        return optimizer, build_schedule(schedule, optimizer, total_steps=total_steps, warmup=recipe.warmup)
+
+
+def _unpack(returned: Any, schedule: Any) -> tuple[Optimizer | None, Any]:
+    """Returns the optimizer and the schedule of what `configure_optimizers` may return."""
+    if returned is None:
+        return None, schedule
+    if isinstance(returned, Optimizer):
+        return returned, schedule
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Optimizer):
+        return returned
+    raise ModelError(
+        f"configure_optimizers returned a {type(returned).__name__}; return one optimizer, or a pair "
+        "(optimizer, schedule). Paraflow trains with one optimizer: give parameters their own settings in its groups."
+    )

@@ -1,0 +1,138 @@
+"""The plugin protocol: what one strategy may do, each with a default that is right for one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from paraflow.rules import Rule
+
+if TYPE_CHECKING:
+    from paraflow.data.batch import Batch
+    from paraflow.engine import Engine
+    from paraflow.loss import StepOutput
+
+State = dict[str, Any]
+
+
+class Phase(IntEnum):
+    """When a plugin acts: plugins are ordered by phase, then by name, never by how the user listed them."""
+
+    PARTITION = 0  # replaces parameters by this rank's part of them
+    PREPARE = 1  # changes how the whole model is run: precision, recomputation, compilation
+    DISTRIBUTE = 2  # makes gradients those of all ranks
+    OPTIMIZE = 3  # changes what becomes of the gradients
+
+
+class Plugin:
+    """One strategy. Override what it changes; what is not overridden costs nothing in a step.
+
+    A plugin of yours is as good as one of the package: pass it as ``Trainer(plugins=[...])``.
+
+    Attributes:
+        name: What it is called in plans, errors and checkpoints; one plan has one plugin of a name.
+        phase: When it acts.
+        rules: The rows it adds to the legality table, asked before any process group starts.
+        provides: The plan's fields it can stand for, whether or not `fields` gives them a value.
+
+    Example:
+        >>> class SignOnly(Plugin):
+        ...     name = "sign_only"
+        ...     def step(self, engine, proceed):
+        ...         for parameter in engine.parameters:
+        ...             parameter.grad.sign_()
+        ...         return proceed()
+        >>> SignOnly().overrides("step"), SignOnly().overrides("transform")
+        (True, False)
+    """
+
+    name: ClassVar[str]
+    phase: ClassVar[Phase] = Phase.OPTIMIZE
+    rules: ClassVar[tuple[Rule, ...]] = ()
+    provides: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """The plan's fields that this plugin stands for, such as ``{"fsdp": 8}``: it provides them."""
+        return {}
+
+    def transform(self, module: nn.Module, engine: Engine) -> nn.Module:
+        """Changes the model, or wraps how it is called.
+
+        Args:
+            module: Called as ``module(step_name, batch)``; ``engine.module`` is the user's own module inside.
+            engine: The engine that is being built; its mesh and plan are there.
+
+        Returns:
+            What is called instead.
+        """
+        return module
+
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, engine: Engine) -> torch.optim.Optimizer:
+        """Changes or wraps the optimizer, which holds the parameters as the transforms left them."""
+        return optimizer
+
+    def micro_batch(self, index: int, count: int) -> AbstractContextManager[Any]:
+        """Returns the context of forward and backward of micro-batch ``index`` of ``count``."""
+        return nullcontext()
+
+    def run_micro_batches(self, engine: Engine, batch: Batch) -> list[StepOutput]:
+        """Runs forward and backward of a step's micro-batches; one plugin at most replaces it.
+
+        Returns:
+            What each gave, losses detached; the same on every rank that holds a part of one replica.
+        """
+        return engine.run_in_turn(batch)
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns what backward starts from, given the loss as the step's mean has it."""
+        return loss
+
+    def reduce_gradients(self, engine: Engine) -> None:
+        """Makes each gradient the mean over the data ranks, once the last micro-batch is done."""
+
+    def partitioned_over(self, name: str, parameter: nn.Parameter) -> Sequence[str]:
+        """Returns the mesh dimensions over which this rank holds only a part of a parameter, or not every parameter.
+
+        The gradient norm, and what is not finite, are summed over them.
+        """
+        return ()
+
+    def step(self, engine: Engine, proceed: Callable[[], bool]) -> bool:
+        """Acts on the final gradients; ``proceed`` is the rest of the plugins and the optimizer.
+
+        Returns:
+            Whether the optimizer stepped.
+        """
+        return proceed()
+
+    def state_dict(self, state: State, engine: Engine) -> State:
+        """Returns the state as one device would hold it: full parameters under the module's own names.
+
+        Args:
+            state: ``model`` (by name), ``optimizer``, ``schedule`` and ``plugins`` (by plugin name, for a plugin's own).
+            engine: The engine.
+        """
+        return state
+
+    def load_state_dict(self, state: State, engine: Engine) -> State:
+        """The reverse: returns this rank's part of a state that one device would hold, and takes up the plugin's own."""
+        return state
+
+    def describe(self) -> str:
+        """Returns one line for the printed plan."""
+        return ", ".join(f"{name}={value}" for name, value in self.fields.items()) or self.name
+
+    def overrides(self, method: str) -> bool:
+        """Whether the plugin has its own version of a method."""
+        return getattr(type(self), method) is not getattr(Plugin, method)
+
+
+def in_order(plugins: Iterable[Plugin]) -> list[Plugin]:
+    """Returns plugins by phase, and by name within a phase."""
+    return sorted(plugins, key=lambda plugin: (plugin.phase, plugin.name))

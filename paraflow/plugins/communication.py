@@ -1,0 +1,66 @@
+"""Half-precision gradient communication, on the hooks of torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from paraflow.errors import PlanError
+from paraflow.plan import Plan
+from paraflow.plugins.base import Phase, Plugin
+
+if TYPE_CHECKING:
+    from paraflow.engine import Engine
+
+
+class HalfCommunication(Plugin):
+    """Sends gradients in 16 bits: divided by the number of ranks, rounded, summed, and widened again.
+
+    Only the micro-batch that synchronises communicates, so accumulation itself stays in fp32. On one rank there is
+    nothing to send, and nothing is done.
+
+    Args:
+        dtype: ``"bf16"`` (fp32's range, 8 bits of precision) or ``"fp16"`` (11 bits, range to 65,504).
+    """
+
+    name = "communication"
+    phase = Phase.OPTIMIZE
+
+    def __init__(self, dtype: str = "bf16") -> None:
+        if dtype not in ("bf16", "fp16"):
+            raise PlanError(f"HalfCommunication takes 'bf16' or 'fp16', not {dtype!r}.")
+        self.dtype = dtype
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """The hook."""
+        return {"comm_hook": self.dtype}
+
+    def transform(self, module: nn.Module, engine: Engine) -> nn.Module:
+        """Registers the hook on the replica that data parallelism made."""
+        if engine.mesh.degree("dp") == 1:
+            return module
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+        from torch.nn.parallel import DistributedDataParallel
+
+        replica = next((layer for layer in module.modules() if isinstance(layer, DistributedDataParallel)), None)
+        if replica is None:
+            raise PlanError(
+                f"[comm-hook-needs-ddp] comm_hook={self.dtype!r} compresses what DistributedDataParallel sends, and the "
+                "plan's data parallelism is another plugin's. Leave comm_hook out.",
+                rule="comm-hook-needs-ddp",
+            )
+        hook = default_hooks.fp16_compress_hook if self.dtype == "fp16" else default_hooks.bf16_compress_hook
+        replica.register_comm_hook(engine.mesh.group("dp"), hook)
+        return module
+
+    def describe(self) -> str:
+        """Returns one line for the printed plan."""
+        return f"gradients communicated in {self.dtype}"
+
+
+def from_plan(plan: Plan, options: Mapping[str, Any]) -> HalfCommunication | None:
+    """Returns the plugin that a plan asks for, or None."""
+    return HalfCommunication(plan.comm_hook, **options) if plan.comm_hook is not None else None

@@ -1,0 +1,109 @@
+"""Data parallelism on torch's DistributedDataParallel: every rank holds the model and sees other samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from paraflow.errors import ModelError
+from paraflow.plan import Plan
+from paraflow.plugins.base import Phase, Plugin
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
+    from paraflow.engine import Engine
+
+
+class DataParallel(Plugin):
+    """Replicas of the model that average their gradients, in buckets, while backward goes on.
+
+    Args:
+        degree: The number of replicas; None fills the world.
+        find_unused_parameters: Whether the model leaves out parameters in some steps. It costs a walk of the graph.
+        static_graph: Whether every step uses the same parameters in the same way.
+        bucket_cap_mb: The size of a bucket in MiB.
+        broadcast_buffers: Whether rank 0's buffers are given to all before each forward; None does so where the model
+            has normalisation layers that keep running statistics.
+    """
+
+    name = "data_parallel"
+    phase = Phase.DISTRIBUTE
+    provides = ("dp",)
+
+    def __init__(
+        self,
+        degree: int | None = None,
+        *,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        bucket_cap_mb: float = 25,
+        broadcast_buffers: bool | None = None,
+    ) -> None:
+        self.degree = degree
+        self._find_unused = find_unused_parameters
+        self._static_graph = static_graph
+        self._bucket_cap_mb = bucket_cap_mb
+        self._broadcast_buffers = broadcast_buffers
+        self._replica: DistributedDataParallel | None = None
+        self._checked = False
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """The degree, where it was said."""
+        return {} if self.degree is None else {"dp": self.degree}
+
+    def transform(self, module: nn.Module, engine: Engine) -> nn.Module:
+        """Wraps the step in DistributedDataParallel, which starts every replica from rank 0's parameters."""
+        if engine.mesh.degree("dp") == 1:
+            return module
+        from torch.nn.parallel import DistributedDataParallel
+
+        buffers = self._broadcast_buffers
+        self._replica = DistributedDataParallel(
+            module,
+            process_group=engine.mesh.group("dp"),
+            broadcast_buffers=_keeps_statistics(module) if buffers is None else buffers,
+            bucket_cap_mb=self._bucket_cap_mb,
+            find_unused_parameters=self._find_unused,
+            static_graph=self._static_graph,
+            gradient_as_bucket_view=True,
+        )
+        return self._replica
+
+    def micro_batch(self, index: int, count: int) -> AbstractContextManager[Any]:
+        """Gradients of all but a step's last micro-batch stay on their rank; forward has to be inside as well."""
+        if self._replica is None or index == count - 1:
+            return nullcontext()
+        context: AbstractContextManager[Any] = self._replica.no_sync()
+        return context
+
+    def reduce_gradients(self, engine: Engine) -> None:
+        """Backward has reduced them already; the first step checks that it could."""
+        if self._checked or self._replica is None:
+            return
+        self._checked = True
+        unused = [name for name, p in engine.module.named_parameters() if p.requires_grad and p.grad is None]
+        if unused and not self._find_unused:
+            raise ModelError(
+                f"These parameters had no part in the loss of the first step: {', '.join(unused[:5])}"
+                f"{' and more' if len(unused) > 5 else ''}. Replicas cannot agree on their gradients. Freeze them with "
+                "requires_grad_(False), or write plugins=[pf.plugins.DataParallel(find_unused_parameters=True)]."
+            )
+
+    def describe(self) -> str:
+        """Returns one line for the printed plan."""
+        return f"data parallel over {self.degree or 'all'} ranks: gradients averaged in buckets during backward"
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    """Whether a layer updates buffers in forward: they would differ from rank to rank."""
+    return any(getattr(layer, "track_running_stats", False) for layer in module.modules())
+
+
+def from_plan(plan: Plan, options: Mapping[str, Any]) -> DataParallel | None:
+    """Returns the plugin that a plan asks for, or None."""
+    return DataParallel(plan.dp, **options) if plan.dp > 1 else None

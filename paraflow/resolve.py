@@ -1,0 +1,135 @@
+"""From what the user said to a legal plan: flags, plugins, a plan file and ``auto`` joined into one.
+
+Nothing here starts a process group: what is refused is refused before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paraflow.errors import PlanError
+from paraflow.launch.environment import world_size
+from paraflow.plan import Plan, merge_fields, read_fields
+from paraflow.planner import Choice, Machine, choose
+from paraflow.plugins.base import Plugin
+from paraflow.plugins.registry import plugins_of
+from paraflow.rules import Facts, check
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asked for.
+
+    Attributes:
+        flags: The plan's fields that were said as arguments of the Trainer.
+        plugins: Plugins that were given.
+        plan: A plan, or the path of a YAML file with one.
+        auto: ``"O1"`` or None.
+    """
+
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    plugins: Sequence[Plugin] = ()
+    plan: Plan | str | Path | None = None
+    auto: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.auto not in (None, "O1"):
+            raise PlanError(f"auto must be 'O1' or None, not {self.auto!r}.")
+        self.fields()
+
+    def fields(self) -> dict[str, Any]:
+        """Returns the plan's fields that were said anywhere.
+
+        Raises:
+            PlanError: Two places contradict each other, or one is not of its kind.
+        """
+        sources: list[tuple[str, Mapping[str, Any]]] = [("the Trainer's arguments", self.flags)]
+        sources += [(f"the plugin {plugin.name!r}", plugin.fields) for plugin in self.plugins if _is_plugin(plugin)]
+        if isinstance(self.plan, Plan):
+            sources.append(("the plan", self.plan.changed()))
+        elif self.plan is not None:
+            sources.append((f"the plan {str(self.plan)!r}", read_fields(self.plan)))
+        merged = merge_fields(sources)
+        Plan.from_dict(merged)
+        return merged
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A legal plan.
+
+    Attributes:
+        plan: The plan.
+        plugins: What it is made of, in order.
+        choices: What ``auto`` filled in.
+    """
+
+    plan: Plan
+    plugins: list[Plugin]
+    choices: list[Choice]
+
+
+def resolve(request: Request, device: torch.device, batch_size: int | None) -> Resolved:
+    """Makes the plan of a run.
+
+    Args:
+        request: What was asked for.
+        device: The device of this rank.
+        batch_size: Samples of a step over all ranks; None where batches come ready-made.
+
+    Raises:
+        PlanError: The legality table refuses it; no process group has been started.
+    """
+    given = request.fields()
+    choices = choose(machine(device), given) if request.auto else []
+    filled = {**{choice.field: choice.value for choice in choices}, **given}
+    if "dp" not in filled:
+        without = Plan.from_dict({**filled, "dp": 1})
+        filled["dp"] = max(1, world_size() // without.world_size)
+    plan = Plan.from_dict(filled)
+    chosen = {choice.field for choice in choices}
+    plugins = plugins_of(_lenient(plan, chosen), request.plugins)
+    check(facts(plan, plugins, device, batch_size), [rule for plugin in plugins for rule in plugin.rules])
+    return Resolved(plan, plugins, choices)
+
+
+def _lenient(plan: Plan, chosen: set[str]) -> Plan:
+    """What ``auto`` chose is a wish, which an optimizer without that implementation need not grant."""
+    if "optimizer_implementation" not in chosen or plan.optimizer_implementation == "default":
+        return plan
+    return plan.with_fields(options={**plan.options, "optimizer": {"required": False}})
+
+
+def facts(plan: Plan, plugins: Sequence[Plugin], device: torch.device, batch_size: int | None) -> Facts:
+    """Returns what the legality table looks at."""
+    names = [plugin.name for plugin in plugins]
+    return Facts(
+        plan=plan,
+        world_size=world_size(),
+        device=device.type,
+        bf16=device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False),
+        batch_size=batch_size,
+        provided=frozenset(name for plugin in plugins for name in (*plugin.provides, *plugin.fields)),
+        runners=tuple(plugin.name for plugin in plugins if plugin.overrides("run_micro_batches")),
+        repeated=tuple(sorted({name for name in names if names.count(name) > 1})),
+    )
+
+
+def machine(device: torch.device) -> Machine:
+    """Returns what the planner is told of the devices."""
+    return Machine(
+        world_size=world_size(),
+        device=device.type,
+        bf16=device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False),
+        fused_optimizers=device.type in ("cpu", "cuda"),
+    )
+
+
+def _is_plugin(plugin: object) -> bool:
+    """What is no plugin is refused by name when the plan's plugins are put together."""
+    return isinstance(plugin, Plugin)

@@ -1,0 +1,450 @@
+"""The Trainer, which owns the loop.
+
+    fit(model, train, val):
+        make the plan, lay out the ranks, build the engine; restore what is resumed
+        on_train_begin
+        for each epoch:
+            on_epoch_begin
+            for each batch:
+                on_step_begin
+                    for each micro-batch:                               (in the engine)
+                        on_micro_batch_begin, forward
+                        on_before_backward, backward, on_after_backward, on_micro_batch_end
+                    reduce, unscale, clip; on_before_optimizer_step, optimizer, schedule
+                on_step_end                                             (the step is counted)
+                if validation is due: on_validation_begin, on_validation_end
+                if the epoch is over: on_epoch_end                      (the epoch is counted)
+                on_checkpoint
+        on_train_end
+
+It knows no strategy: what a plan changes is in its plugins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from paraflow import evaluation
+from paraflow.callbacks.base import Callback
+from paraflow.callbacks.dispatch import Dispatcher
+from paraflow.callbacks.progress import ProgressBar
+from paraflow.checkpoint.run import restore, save
+from paraflow.data import Batch, Division, Feed, Reader, Source, as_source
+from paraflow.engine import Engine, StepResult
+from paraflow.errors import ParaflowError
+from paraflow.fitting import build_engine
+from paraflow.history import History
+from paraflow.interval import Interval
+from paraflow.launch.environment import is_main
+from paraflow.logs import Logs
+from paraflow.mesh import Mesh, choose_device
+from paraflow.meters import MeanMeter, step_means
+from paraflow.models.metrics import MetricSet
+from paraflow.models.task import Task
+from paraflow.plan import Plan
+from paraflow.plugins.base import Plugin
+from paraflow.report import print_run
+from paraflow.resolve import Request
+from paraflow.seeding import make_deterministic
+from paraflow.seeding import seed as seed_everything
+from paraflow.trigger import Trigger
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class Trainer:
+    """Trains models, on this process or on all that were launched together, under one plan.
+
+    Args:
+        max_epochs: Epochs to train; 1 where neither this nor `max_steps` is given.
+        max_steps: Optimizer steps to train; whichever of the two comes first ends the run.
+        dp: Degree of data parallelism; left out, it fills the world. See `paraflow.plan.Plan` for this and what follows.
+        fsdp: Degree of sharded data parallelism.
+        tp: Degree of tensor parallelism.
+        pp: Degree of pipeline parallelism.
+        ep: Degree of expert parallelism.
+        cp: Degree of context parallelism.
+        accumulate: Micro-batches for one optimizer step.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        comm_hook: ``"bf16"`` or ``"fp16"``: what gradients are communicated in.
+        activation_checkpointing: What is recomputed in backward.
+        cpu_offload: What lives on the host.
+        apply_groups: Groups in which the optimizer is applied.
+        compile: Whether the model goes through torch.compile.
+        clip_norm: Bound on the global gradient norm.
+        optimizer_implementation: ``"fused"``, ``"foreach"``, ``"for-loop"`` or ``"default"``.
+        auto: ``"O1"`` fills what was left out, and says why.
+        plugins: Strategies in detail, the package's or your own.
+        plan: A plan, or the path of a YAML file with one.
+        seed: Seeds the order of samples, and on each data rank what is random in training.
+        deterministic: Whether torch is held to deterministic algorithms.
+        device: ``"auto"``, or a torch device.
+        callbacks: Called at events, in this order.
+        loggers: Callbacks that write numbers; called after the others.
+        progress: Whether the plan and the progress are printed (by rank 0).
+        val_every: How often `fit` validates: ``"1ep"``, steps, or time.
+
+    Attributes:
+        step: Optimizer steps that are done: the only counter of schedules, logs and checkpoints.
+        epoch: Epochs that are complete.
+        current_epoch: The epoch that is running, or has just ended, from 0.
+        epoch_complete: Whether the last step ended its epoch.
+        steps_per_epoch: Steps of an epoch, or None where the data does not say.
+        total_steps: Steps of the run, or None.
+        history: The numbers of each epoch so far.
+
+    Example:
+        >>> import torch, paraflow as pf
+        >>> net = pf.configure(torch.nn.Linear(2, 1), optimizer="sgd", lr=0.1, loss="mse")
+        >>> x = torch.randn(64, 2)
+        >>> history = pf.Trainer(max_epochs=20, progress=False).fit(net, (x, x.sum(1)), batch_size=16)
+        >>> history["loss"][-1] < 1e-3
+        True
+    """
+
+    def __init__(
+        self,
+        *,
+        max_epochs: int | None = None,
+        max_steps: int | None = None,
+        dp: int | None = None,
+        fsdp: int | None = None,
+        tp: int | None = None,
+        pp: int | None = None,
+        ep: int | None = None,
+        cp: int | None = None,
+        accumulate: int | None = None,
+        precision: str | None = None,
+        comm_hook: str | None = None,
+        activation_checkpointing: str | Sequence[str] | None = None,
+        cpu_offload: str | float | Sequence[str] | None = None,
+        apply_groups: int | None = None,
+        compile: bool | None = None,
+        clip_norm: float | None = None,
+        optimizer_implementation: str | None = None,
+        auto: str | None = None,
+        plugins: Sequence[Plugin] = (),
+        plan: Plan | str | Path | None = None,
+        seed: int = 0,
+        deterministic: bool = False,
+        device: str = "auto",
+        callbacks: Sequence[Callback] = (),
+        loggers: Sequence[Callback] = (),
+        progress: bool = True,
+        val_every: Interval | str | int = "1ep",
+    ) -> None:
+        flags = {
+            "dp": dp,
+            "fsdp": fsdp,
+            "tp": tp,
+            "pp": pp,
+            "ep": ep,
+            "cp": cp,
+            "accumulate": accumulate,
+            "precision": precision,
+            "comm_hook": comm_hook,
+            "activation_checkpointing": activation_checkpointing,
+            "cpu_offload": cpu_offload,
+            "apply_groups": apply_groups,
+            "compile": compile,
+            "clip_norm": clip_norm,
+            "optimizer_implementation": optimizer_implementation,
+        }
+        said = {name: value for name, value in flags.items() if value is not None}
+        self._request = Request(flags=said, plugins=tuple(plugins), plan=plan, auto=auto)
+        _require_limits(max_epochs, max_steps)
+        self.max_steps = max_steps
+        self.max_epochs = 1 if max_epochs is None and max_steps is None else max_epochs
+        self.seed = seed
+        self.progress = progress
+        self._device = device
+        self._val_every = Interval.parse(val_every)
+        own = [ProgressBar()] if progress and not any(isinstance(c, ProgressBar) for c in callbacks) else []
+        self._dispatcher = Dispatcher(self, [*callbacks, *loggers, *own])
+        self._engine: Engine | None = None
+        self._reset()
+        if deterministic:
+            make_deterministic()
+
+    def _reset(self) -> None:
+        self.step = 0
+        self.epoch = 0
+        self.current_epoch = 0
+        self.epoch_complete = False
+        self.steps_per_epoch: int | None = None
+        self.total_steps: int | None = None
+        self.history = History()
+        self._stopping = False
+        self._measured: dict[str, tuple[int, float]] = {}
+
+    # What a run is made of.
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the model that was trained or evaluated last."""
+        if self._engine is None:
+            raise ParaflowError("The Trainer has no model yet; call fit, evaluate or predict first.")
+        return self._engine
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the current model."""
+        return self.engine.plan
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks, laid out by the plan."""
+        return self.engine.mesh
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which prints and writes."""
+        return is_main()
+
+    @property
+    def callbacks(self) -> list[Callback]:
+        """The callbacks, in the order in which they are called."""
+        return self._dispatcher.callbacks
+
+    @cached_property
+    def console(self) -> Console:
+        """Where progress is printed."""
+        from rich.console import Console
+
+        return Console()
+
+    # Training.
+
+    def fit(
+        self,
+        model: nn.Module,
+        train: Any,
+        val: Any = None,
+        batch_size: int | None = None,
+        resume: str | Path | None = None,
+    ) -> History:
+        """Trains a model.
+
+        Args:
+            model: A `paraflow.Model`, or any module; see `paraflow.configure`.
+            train: Arrays, a dataset, a DataLoader, an iterable of batches, or a function that returns one.
+            val: The same, to validate on.
+            batch_size: Samples of one optimizer step over all ranks; for arrays and datasets 32 where it is left out.
+            resume: A checkpoint, or a folder of them, to go on from.
+
+        Returns:
+            The numbers of each epoch.
+
+        Raises:
+            ParaflowError: Something that was given cannot be used; raised before training where it can be known.
+        """
+        source = as_source(train, batch_size=batch_size, shuffle=True, name="training data")
+        val_source = None if val is None else as_source(val, batch_size=batch_size, shuffle=False, name="validation data")
+        self._reset()
+        self._use(model, source)
+        self._begin_run(source, val_source)
+        if resume is not None:
+            restored = restore(self, resume)
+            self._print(f"resumed from {restored} at step {self.step}")
+        try:
+            self._train()
+        except BaseException as error:
+            self._dispatcher.fire("on_exception", {"exception": error})
+            raise
+        return self.history
+
+    def _use(self, model: nn.Module, source: Source) -> None:
+        """Makes the engine of a model, unless it is there already."""
+        if self._engine is None or self._engine.module is not model:
+            engine, choices = build_engine(Task(model), self._request, choose_device(self._device), source)
+            self._engine = engine
+            if self.progress and self.is_main:
+                print_run(self.console, engine, choices, source)
+
+    def _begin_run(self, source: Source, val_source: Source | None) -> None:
+        engine = self.engine
+        self._feed = self._feed_of(source, "training data")
+        self._val_feed = None if val_source is None else self._feed_of(val_source, "validation data")
+        self.steps_per_epoch = source.length
+        by_epochs = self.max_epochs * source.length if self.max_epochs and source.length else None
+        self.total_steps = min((n for n in (by_epochs, self.max_steps) if n is not None), default=None)
+        engine.prepare_optimizer(self.total_steps)
+        engine.hooks = self._dispatcher.step_hooks()
+        self._meter = MeanMeter(engine.mesh)
+        self._metrics, self._val_metrics = self._metric_set(), self._metric_set()
+        self._val_trigger = Trigger(self._val_every, engine.mesh.broadcast)
+        seed_everything(self.seed + engine.mesh.data_rank)
+
+    def _feed_of(self, source: Source, name: str) -> Feed:
+        mesh = self.mesh
+        division = Division(mesh.data_ranks, mesh.data_rank, self.plan.accumulate)
+        return Feed(source, Reader(division, self.seed, mesh.gather_numbers), mesh.device, name)
+
+    def _metric_set(self) -> MetricSet:
+        mesh = self.mesh
+        return MetricSet(self.engine.task.metrics(), mesh.device, mesh.data_group if mesh.data_ranks > 1 else None)
+
+    def _train(self) -> None:
+        self.engine.module.train()
+        self._dispatcher.start(self.step, self.mesh.broadcast)
+        self._val_trigger.start(self.step)
+        self._dispatcher.fire("on_train_begin")
+        while not self.finishing:
+            self._train_epoch()
+        self._dispatcher.fire("on_train_end")
+
+    def _train_epoch(self) -> None:
+        self.current_epoch = self._feed.epoch
+        self._dispatcher.fire("on_epoch_begin")
+        for batch in self._feed:
+            self._dispatcher.fire("on_step_begin")
+            result = self.engine.train_step(batch)
+            self.step += 1
+            self.epoch = self._feed.epoch
+            self.epoch_complete = batch.last
+            self._after_step(batch, result)
+            if batch.last or self.finishing:
+                self._end_epoch()
+            elif self._val_trigger.at_step(self.step):
+                self._validate()
+            self._dispatcher.fire("on_checkpoint")
+            if self.finishing:
+                return
+
+    def _after_step(self, batch: Batch, result: StepResult) -> None:
+        if self._metrics:
+            for micro, output in zip(batch.micro_batches, result.outputs, strict=True):
+                self._metrics.update(output.output, output.target, micro.samples)
+        self._meter.add(result.outputs)
+        due = self._dispatcher.due(self.step)
+        if not due:
+            return
+        logs = Logs(step_means(result, self.mesh), lr=self.engine.lr)
+        if result.norm is not None:
+            logs["grad_norm"] = result.norm
+        for method in due:
+            method(self, logs)
+
+    def _end_epoch(self) -> None:
+        logs: dict[str, Any] = {**self._meter.compute(), **self._metrics.compute(), "lr": self.engine.lr}
+        self._note(logs)
+        at_step = self._val_trigger.at_step(self.step)
+        if at_step or self._val_trigger.at_epoch(self.current_epoch + 1) or self.finishing:
+            logs.update(self._validate())
+        self.history.add(self.current_epoch, logs)
+        self._meter.reset()
+        self._metrics.reset()
+        self._dispatcher.fire("on_epoch_end", logs)
+
+    def _validate(self) -> dict[str, float]:
+        if self._val_feed is None:
+            return {}
+        return self._evaluate(self._val_feed, self._val_metrics)
+
+    def _evaluate(self, feed: Feed, metrics: MetricSet) -> dict[str, float]:
+        self._dispatcher.fire("on_validation_begin")
+        results = evaluation.evaluate(self.engine, feed, metrics)
+        logs = {f"val_{name}": value for name, value in results.items()}
+        self._note(logs)
+        self._dispatcher.fire("on_validation_end", logs)
+        return logs
+
+    def _note(self, logs: dict[str, Any]) -> None:
+        self._measured.update({name: (self.step, float(value)) for name, value in logs.items()})
+
+    @property
+    def finishing(self) -> bool:
+        """Whether the run ends with the step that was made last."""
+        by_epochs = self.max_epochs is not None and self.epoch >= self.max_epochs
+        by_steps = self.max_steps is not None and self.step >= self.max_steps
+        return self._stopping or by_epochs or by_steps
+
+    def stop(self) -> None:
+        """Ends the run after the current step; call it on every rank alike."""
+        self._stopping = True
+
+    def measured(self, name: str) -> float | None:
+        """Returns a metric's value if it was measured at the current step, else None.
+
+        Raises:
+            ParaflowError: An epoch is over, and nothing of that name has been measured.
+        """
+        if name in self._measured:
+            step, value = self._measured[name]
+            return value if step == self.step else None
+        if self.epoch or self.finishing:
+            raise ParaflowError(f"Nothing measures {name!r}; there is {', '.join(self._measured)}.")
+        return None
+
+    # Evaluation and prediction.
+
+    def evaluate(self, model: nn.Module, data: Any, batch_size: int | None = None) -> dict[str, float]:
+        """Returns loss and metrics of a model over data, each sample counted once.
+
+        Args:
+            model: The model.
+            data: As for `fit`.
+            batch_size: Samples of one forward over all ranks.
+        """
+        source = as_source(data, batch_size=batch_size, shuffle=False, name="data to evaluate")
+        self._use(model, source)
+        logs = self._evaluate(self._feed_of(source, "data to evaluate"), self._metric_set())
+        return {name.removeprefix("val_"): value for name, value in logs.items()}
+
+    def predict(self, model: nn.Module, data: Any, batch_size: int | None = None) -> Any:
+        """Returns a model's outputs over data, in the order of the data, on every rank.
+
+        Args:
+            model: The model.
+            data: As for `fit`; targets in it are passed over.
+            batch_size: Samples of one forward over all ranks.
+        """
+        source = as_source(data, batch_size=batch_size, shuffle=False, name="data to predict")
+        self._use(model, source)
+        self._dispatcher.fire("on_predict_begin")
+        outputs = evaluation.predict(self.engine, self._feed_of(source, "data to predict"))
+        self._dispatcher.fire("on_predict_end")
+        return outputs
+
+    # State.
+
+    def save(self, folder: str | Path) -> None:
+        """Saves the run as a checkpoint; every rank calls it, between two steps."""
+        save(self, Path(folder))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the run's state, all but random state, as one device would hold it: a collective."""
+        return {
+            **self.engine.state_dict(),
+            "plan": self.plan.to_dict(),
+            "counters": {"step": self.step, "epoch": self.epoch},
+            "feed": self._feed.state_dict(),
+            "meter": self._meter.state_dict(),
+            "history": self.history.state_dict(),
+            "callbacks": self._dispatcher.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up a run's state, saved under whatever plan."""
+        self.engine.load_state_dict(state)
+        self._feed.load_state_dict(state["feed"])
+        self._meter.load_state_dict(state["meter"])
+        self.history.load_state_dict(state["history"])
+        self._dispatcher.load_state_dict(state["callbacks"])
+        self.step, self.epoch = state["counters"]["step"], state["counters"]["epoch"]
+
+    def _print(self, line: str) -> None:
+        if self.progress and self.is_main:
+            self.console.print(line, highlight=False, soft_wrap=True)
+
+
+def _require_limits(max_epochs: int | None, max_steps: int | None) -> None:
+    for name, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}.")
