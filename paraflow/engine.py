@@ -231,8 +231,8 @@ class Engine:
         """
         if not output.loss.requires_grad:
             raise ModelError(
-                "The loss does not depend on any parameter that requires a gradient; return it from the step as computed, "
-                "not detached, and not under torch.no_grad."
+                "The loss does not depend on any parameter that requires a gradient; return it from the step as "
+                "computed, not detached, and not under torch.no_grad."
             )
         factor = self._normaliser.factor(output, batch)
         loss = output.loss if isinstance(factor, float) and factor == 1.0 else output.loss * factor

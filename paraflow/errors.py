@@ -1,4 +1,4 @@
-"""The errors Paraflow raises on purpose: each is a sentence that says what was given, expected, and to write instead."""
+"""The errors Paraflow raises on purpose: sentences that say what was given, what was expected, what to write."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DataError(ParaflowError, ValueError):
 
 
 class ModelError(ParaflowError, ValueError):
-    """A model that cannot be trained as it is: nothing to train, a loss that is no scalar, a step that returns nonsense."""
+    """A model that cannot be trained as it is: nothing to train, a loss that is no scalar, a step of another form."""
 
 
 class CheckpointError(ParaflowError, RuntimeError):

@@ -21,9 +21,7 @@ from paraflow.resolve import Request, resolve
 _MEASURED_SAMPLES = 2
 
 
-def build_engine(
-    task: Task, request: Request, device: torch.device, source: Source
-) -> tuple[Engine, list[Choice]]:
+def build_engine(task: Task, request: Request, device: torch.device, source: Source) -> tuple[Engine, list[Choice]]:
     """Makes the engine of a model.
 
     Args:
@@ -63,7 +61,8 @@ def _fit_micro_batches(task: Task, plan: Plan, mesh: Mesh, source: Source) -> Ch
     batch = to_device(sample(_MEASURED_SAMPLES), mesh.device)
     footprint = Footprint(
         parameters=sum(parameter.numel() for parameter in task.module.parameters()),
-        activations=activation_bytes(task.module, task.training_step, batch, _precision(plan, mesh)) // count_rows(batch),
+        activations=activation_bytes(task.module, task.training_step, batch, _precision(plan, mesh))
+        // count_rows(batch),
         free=free_memory(mesh.device),
     )
     share = -(-min(source.batch_size, _samples(source)) // mesh.data_ranks)

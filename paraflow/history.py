@@ -27,6 +27,7 @@ class History:
     def __init__(self) -> None:
         self.history: dict[str, list[float]] = {}
         self.epoch: list[int] = []
+        self._latest: dict[str, tuple[int, float]] = {}
 
     def add(self, epoch: int, logs: Mapping[str, Any]) -> None:
         """Adds an epoch's numbers; what was not measured in an epoch is NaN in it."""
@@ -35,6 +36,23 @@ class History:
         for key, values in self.history.items():
             values.append(float(logs[key]) if key in logs else math.nan)
         self.epoch.append(epoch)
+
+    def note(self, step: int, logs: Mapping[str, Any]) -> None:
+        """Remembers when numbers were measured, for `measured`."""
+        self._latest.update({name: (step, float(value)) for name, value in logs.items()})
+
+    def measured(self, name: str, step: int, *, complete: bool) -> float | None:
+        """Returns a metric's value if it was measured at a step, else None.
+
+        Raises:
+            ParaflowError: An epoch is complete, and nothing of that name has been measured.
+        """
+        if name in self._latest:
+            measured_at, value = self._latest[name]
+            return value if measured_at == step else None
+        if complete:
+            raise ParaflowError(f"Nothing measures {name!r}; there is {', '.join(self._latest)}.")
+        return None
 
     def __getitem__(self, key: str) -> list[float]:
         """The list of a metric."""

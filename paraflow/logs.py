@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, ValuesView
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,16 +23,20 @@ class Logs(dict[str, Any]):
             self[key] = value
         return value
 
+    def __iter__(self) -> Iterator[str]:
+        # Without an __iter__ of its own, `{**logs}` would copy the values past __getitem__.
+        return super().__iter__()
+
     def get(self, key: str, default: Any = None) -> Any:
         """Returns the number under a key, or the default."""
-        return self[key] if key in self else default
+        return self[key] if key in self else default  # noqa: SIM401 (it is what the rule would call)
 
-    def items(self) -> ItemsView[str, Any]:
+    def items(self) -> Any:
         """Returns keys and numbers."""
         self._read_all()
         return super().items()
 
-    def values(self) -> ValuesView[Any]:
+    def values(self) -> Any:
         """Returns the numbers."""
         self._read_all()
         return super().values()

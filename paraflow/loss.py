@@ -67,7 +67,9 @@ def read_step(returned: Any, samples: int) -> StepOutput:
 
 def _read_mapping(returned: Mapping[str, Any], samples: int) -> StepOutput:
     if "loss" not in returned:
-        raise ModelError(f"The step returned a dict without 'loss'; it has {', '.join(map(repr, returned)) or 'nothing'}.")
+        raise ModelError(
+            f"The step returned a dict without 'loss'; it has {', '.join(map(repr, returned)) or 'nothing'}."
+        )
     output = _read_loss(returned["loss"], returned.get("weight"), samples)
     output.output, output.target = returned.get("output"), returned.get("target")
     if len(returned) > 4 or any(key not in _KNOWN for key in returned):

@@ -130,7 +130,7 @@ class Mesh:
     def all_reduce(
         self, tensor: torch.Tensor, dims: Sequence[str] = DATA_DEGREES, op: Reduction = "sum"
     ) -> torch.Tensor:
-        """Reduces a tensor in place over the given dimensions, and returns it; nothing to do where they have one rank."""
+        """Reduces a tensor in place over the given dimensions, and returns it; one rank has nothing to do."""
         work = self.start_all_reduce(tensor, dims, op)
         if work is not None:
             work.wait()
@@ -142,7 +142,8 @@ class Mesh:
         """Starts a reduction in place; the result is there after ``wait`` on what is returned."""
         if all(self.degree(dim) == 1 for dim in dims):
             return None
-        return dist.all_reduce(tensor, _REDUCTIONS[op], group=self.group(*dims), async_op=True)
+        work: dist.Work = dist.all_reduce(tensor, _REDUCTIONS[op], group=self.group(*dims), async_op=True)
+        return work
 
     def gather_rows(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Joins every data rank's rows, in order of rank.

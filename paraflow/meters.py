@@ -17,8 +17,8 @@ _KEEP = 1024
 class MeanMeter:
     """The weighted mean of each scalar over all that was added, on all ranks.
 
-    What is added stays on the device; it is summed when `_KEEP` micro-batches have come together, and exchanged when the
-    mean is asked for.
+    What is added stays on the device; it is summed when `_KEEP` micro-batches have come together, and exchanged when
+    the mean is asked for.
 
     Args:
         mesh: The ranks the mean is over.
@@ -69,7 +69,10 @@ class MeanMeter:
         if self._mesh.device.type == "cuda":
             sums = sums.to(self._mesh.device)
         means = self._mesh.all_reduce(sums)
-        return {key: float(total / weight) if weight else float("nan") for key, (total, weight) in zip(keys, means.tolist(), strict=True)}
+        return {
+            key: float(total / weight) if weight else float("nan")
+            for key, (total, weight) in zip(keys, means.tolist(), strict=True)
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the sums over all ranks: a collective."""
@@ -86,7 +89,7 @@ class MeanMeter:
         if self._mesh.data_rank == 0:
             self._sums = {key: (pair[0], pair[1]) for key, pair in state.items()}
         else:
-            self._sums = {key: (0.0, 0.0) for key in state}
+            self._sums = dict.fromkeys(state, (0.0, 0.0))
 
 
 def _stack(values: Sequence[Any]) -> torch.Tensor:

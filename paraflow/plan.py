@@ -58,7 +58,7 @@ class Plan:
         (4, 4)
         >>> Plan.from_dict({"precison": "bf16"})
         Traceback (most recent call last):
-        paraflow.errors.PlanError: A plan has no field 'precison'; did you mean 'precision'? The fields are: dp, fsdp, ...
+        paraflow.errors.PlanError: A plan has no field 'precison'; did you mean 'precision'? The fields are: dp, ...
     """
 
     dp: int = 1
@@ -125,7 +125,7 @@ class Plan:
             PlanError: A name is no field of a plan, or a value is not of its kind.
         """
         _require_known_fields(values)
-        lists_as_tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        lists_as_tuples: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         return cls(**lists_as_tuples)
 
     def to_dict(self) -> dict[str, Any]:
@@ -154,6 +154,10 @@ class Plan:
         """One line: the fields that differ from one device."""
         changed = {k: v for k, v in self.changed().items() if k != "options"}
         return ", ".join(f"{name}={value}" for name, value in changed.items()) or "one device"
+
+
+PLAN_FIELDS: tuple[str, ...] = tuple(f.name for f in fields(Plan))
+"""The names of a plan's fields."""
 
 
 def read_fields(path: str | Path) -> dict[str, Any]:
@@ -212,13 +216,12 @@ def merge_fields(sources: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, 
 
 
 def _require_known_fields(names: Iterable[str]) -> None:
-    known = [f.name for f in fields(Plan)]
     for name in names:
-        if name in known:
+        if name in PLAN_FIELDS:
             continue
-        close = difflib.get_close_matches(str(name), known, n=1)
+        close = difflib.get_close_matches(str(name), PLAN_FIELDS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else "."
-        raise PlanError(f"A plan has no field {name!r}{hint} The fields are: {', '.join(known)}.")
+        raise PlanError(f"A plan has no field {name!r}{hint} The fields are: {', '.join(PLAN_FIELDS)}.")
 
 
 def _require_positive_int(name: str, value: object) -> None:

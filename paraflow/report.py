@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 from paraflow.data import Division, Source
 from paraflow.engine import Engine
 from paraflow.planner import Choice
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-
-def print_run(console: Console, engine: Engine, choices: Sequence[Choice], source: Source) -> None:
-    """Prints a run's plan, one line a thing."""
-    for line in describe(engine, choices, source):
-        console.print(line, highlight=False, soft_wrap=True)
-
 
 def describe(engine: Engine, choices: Sequence[Choice], source: Source) -> list[str]:
-    """Returns the lines."""
+    """Returns what is printed when a run starts, one line a thing."""
     mesh, plan = engine.mesh, engine.plan
     trained = sum(parameter.numel() for parameter in engine.parameters)
     total = sum(parameter.numel() for parameter in engine.module.parameters())
@@ -29,13 +18,15 @@ def describe(engine: Engine, choices: Sequence[Choice], source: Source) -> list[
     lines = [f"[bold]{type(engine.module).__name__}[/bold]: {total:,} parameters{frozen}, on {ranks}"]
     lines += [f"  auto: {choice.field} = {choice.value}, because {choice.reason}" for choice in choices]
     said = {choice.field for choice in choices}
-    lines += [f"  plan: {plugin.describe()}" for plugin in engine.plugins if not said.issuperset(plugin.fields) or not choices]
+    lines += [
+        f"  plan: {plugin.describe()}" for plugin in engine.plugins if not said.issuperset(plugin.fields) or not choices
+    ]
     if source.batch_size is not None:
         lines.append(f"  {Division(plan.data_ranks, mesh.data_rank, plan.accumulate).describe(source.batch_size)}")
     if plan.data_ranks * plan.accumulate > 1 and _has_batch_norm(engine):
         lines.append(
-            "  [yellow]note[/yellow]: batch normalisation sees one micro-batch of one rank at a time, so this model does not "
-            "train the same under every plan; group or layer normalisation does"
+            "  [yellow]note[/yellow]: batch normalisation sees one micro-batch of one rank at a time, so this model "
+            "does not train the same under every plan; group or layer normalisation does"
         )
     return lines
 

@@ -12,8 +12,8 @@ import torch
 def seed(value: int) -> None:
     """Seeds torch, numpy and Python, alike on every rank; call it before building a model.
 
-    Under data parallelism all ranks start from rank 0's weights in any case. What differs by rank while training, such as
-    dropout, is seeded by the Trainer.
+    Under data parallelism all ranks start from rank 0's weights in any case. What differs by rank while training, such
+    as dropout, is seeded by the Trainer.
 
     Example:
         >>> seed(0); a = torch.rand(2); seed(0); bool((a == torch.rand(2)).all())

@@ -34,7 +34,7 @@ from paraflow.callbacks.base import Callback
 from paraflow.callbacks.dispatch import Dispatcher
 from paraflow.callbacks.progress import ProgressBar
 from paraflow.checkpoint.run import restore, save
-from paraflow.data import Batch, Division, Feed, Reader, Source, as_source
+from paraflow.data import Batch, Feed, Source, as_source
 from paraflow.engine import Engine, StepResult
 from paraflow.errors import ParaflowError
 from paraflow.fitting import build_engine
@@ -43,16 +43,16 @@ from paraflow.interval import Interval
 from paraflow.launch.environment import is_main
 from paraflow.logs import Logs
 from paraflow.mesh import Mesh, choose_device
-from paraflow.meters import MeanMeter, step_means
+from paraflow.meters import step_means
 from paraflow.models.metrics import MetricSet
 from paraflow.models.task import Task
-from paraflow.plan import Plan
+from paraflow.plan import PLAN_FIELDS, Plan
 from paraflow.plugins.base import Plugin
-from paraflow.report import print_run
+from paraflow.report import describe
 from paraflow.resolve import Request
+from paraflow.run import feed_of, make_run, metrics_of
 from paraflow.seeding import make_deterministic
 from paraflow.seeding import seed as seed_everything
-from paraflow.trigger import Trigger
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,22 +63,23 @@ class Trainer:
 
     Args:
         max_epochs: Epochs to train; 1 where neither this nor `max_steps` is given.
-        max_steps: Optimizer steps to train; whichever of the two comes first ends the run.
-        dp: Degree of data parallelism; left out, it fills the world. See `paraflow.plan.Plan` for this and what follows.
-        fsdp: Degree of sharded data parallelism.
-        tp: Degree of tensor parallelism.
-        pp: Degree of pipeline parallelism.
-        ep: Degree of expert parallelism.
-        cp: Degree of context parallelism.
-        accumulate: Micro-batches for one optimizer step.
-        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
-        comm_hook: ``"bf16"`` or ``"fp16"``: what gradients are communicated in.
-        activation_checkpointing: What is recomputed in backward.
-        cpu_offload: What lives on the host.
-        apply_groups: Groups in which the optimizer is applied.
-        compile: Whether the model goes through torch.compile.
-        clip_norm: Bound on the global gradient norm.
-        optimizer_implementation: ``"fused"``, ``"foreach"``, ``"for-loop"`` or ``"default"``.
+        max_steps: Optimizer steps to train; the first of the two to come ends the run.
+        dp: Degree of data parallelism; left out, it fills the world. This and what follows, down to
+            `optimizer_implementation`, are the fields of `paraflow.Plan`, which says what each means.
+        fsdp: A field of the plan.
+        tp: A field of the plan.
+        pp: A field of the plan.
+        ep: A field of the plan.
+        cp: A field of the plan.
+        accumulate: A field of the plan.
+        precision: A field of the plan.
+        comm_hook: A field of the plan.
+        activation_checkpointing: A field of the plan.
+        cpu_offload: A field of the plan.
+        apply_groups: A field of the plan.
+        compile: A field of the plan.
+        clip_norm: A field of the plan.
+        optimizer_implementation: A field of the plan.
         auto: ``"O1"`` fills what was left out, and says why.
         plugins: Strategies in detail, the package's or your own.
         plan: A plan, or the path of a YAML file with one.
@@ -139,24 +140,8 @@ class Trainer:
         progress: bool = True,
         val_every: Interval | str | int = "1ep",
     ) -> None:
-        flags = {
-            "dp": dp,
-            "fsdp": fsdp,
-            "tp": tp,
-            "pp": pp,
-            "ep": ep,
-            "cp": cp,
-            "accumulate": accumulate,
-            "precision": precision,
-            "comm_hook": comm_hook,
-            "activation_checkpointing": activation_checkpointing,
-            "cpu_offload": cpu_offload,
-            "apply_groups": apply_groups,
-            "compile": compile,
-            "clip_norm": clip_norm,
-            "optimizer_implementation": optimizer_implementation,
-        }
-        said = {name: value for name, value in flags.items() if value is not None}
+        arguments = locals()
+        said = {name: arguments[name] for name in PLAN_FIELDS if arguments.get(name) is not None}
         self._request = Request(flags=said, plugins=tuple(plugins), plan=plan, auto=auto)
         _require_limits(max_epochs, max_steps)
         self.max_steps = max_steps
@@ -181,9 +166,6 @@ class Trainer:
         self.total_steps: int | None = None
         self.history = History()
         self._stopping = False
-        self._measured: dict[str, tuple[int, float]] = {}
-
-    # What a run is made of.
 
     @property
     def engine(self) -> Engine:
@@ -219,8 +201,6 @@ class Trainer:
 
         return Console()
 
-    # Training.
-
     def fit(
         self,
         model: nn.Module,
@@ -245,7 +225,9 @@ class Trainer:
             ParaflowError: Something that was given cannot be used; raised before training where it can be known.
         """
         source = as_source(train, batch_size=batch_size, shuffle=True, name="training data")
-        val_source = None if val is None else as_source(val, batch_size=batch_size, shuffle=False, name="validation data")
+        val_source = (
+            None if val is None else as_source(val, batch_size=batch_size, shuffle=False, name="validation data")
+        )
         self._reset()
         self._use(model, source)
         self._begin_run(source, val_source)
@@ -261,67 +243,53 @@ class Trainer:
 
     def _use(self, model: nn.Module, source: Source) -> None:
         """Makes the engine of a model, unless it is there already."""
-        if self._engine is None or self._engine.module is not model:
-            engine, choices = build_engine(Task(model), self._request, choose_device(self._device), source)
-            self._engine = engine
-            if self.progress and self.is_main:
-                print_run(self.console, engine, choices, source)
+        if self._engine is not None and self._engine.module is model:
+            return
+        self._engine, choices = build_engine(Task(model), self._request, choose_device(self._device), source)
+        for line in describe(self._engine, choices, source):
+            self._print(line)
 
     def _begin_run(self, source: Source, val_source: Source | None) -> None:
-        engine = self.engine
-        self._feed = self._feed_of(source, "training data")
-        self._val_feed = None if val_source is None else self._feed_of(val_source, "validation data")
         self.steps_per_epoch = source.length
         by_epochs = self.max_epochs * source.length if self.max_epochs and source.length else None
         self.total_steps = min((n for n in (by_epochs, self.max_steps) if n is not None), default=None)
-        engine.prepare_optimizer(self.total_steps)
-        engine.hooks = self._dispatcher.step_hooks()
-        self._meter = MeanMeter(engine.mesh)
-        self._metrics, self._val_metrics = self._metric_set(), self._metric_set()
-        self._val_trigger = Trigger(self._val_every, engine.mesh.broadcast)
-        seed_everything(self.seed + engine.mesh.data_rank)
-
-    def _feed_of(self, source: Source, name: str) -> Feed:
-        mesh = self.mesh
-        division = Division(mesh.data_ranks, mesh.data_rank, self.plan.accumulate)
-        return Feed(source, Reader(division, self.seed, mesh.gather_numbers), mesh.device, name)
-
-    def _metric_set(self) -> MetricSet:
-        mesh = self.mesh
-        return MetricSet(self.engine.task.metrics(), mesh.device, mesh.data_group if mesh.data_ranks > 1 else None)
+        self.engine.prepare_optimizer(self.total_steps)
+        self.engine.hooks = self._dispatcher.step_hooks()
+        self._run = make_run(self.engine, source, val_source, self.seed, self._val_every)
+        seed_everything(self.seed + self.mesh.data_rank)
 
     def _train(self) -> None:
         self.engine.module.train()
         self._dispatcher.start(self.step, self.mesh.broadcast)
-        self._val_trigger.start(self.step)
+        self._run.start(self.step)
         self._dispatcher.fire("on_train_begin")
         while not self.finishing:
             self._train_epoch()
         self._dispatcher.fire("on_train_end")
 
     def _train_epoch(self) -> None:
-        self.current_epoch = self._feed.epoch
+        self.current_epoch = self._run.feed.epoch
         self._dispatcher.fire("on_epoch_begin")
-        for batch in self._feed:
+        for batch in self._run.feed:
             self._dispatcher.fire("on_step_begin")
             result = self.engine.train_step(batch)
             self.step += 1
-            self.epoch = self._feed.epoch
+            self.epoch = self._run.feed.epoch
             self.epoch_complete = batch.last
             self._after_step(batch, result)
             if batch.last or self.finishing:
                 self._end_epoch()
-            elif self._val_trigger.at_step(self.step):
+            elif self._run.val_trigger.at_step(self.step):
                 self._validate()
             self._dispatcher.fire("on_checkpoint")
             if self.finishing:
                 return
 
     def _after_step(self, batch: Batch, result: StepResult) -> None:
-        if self._metrics:
+        if self._run.metrics:
             for micro, output in zip(batch.micro_batches, result.outputs, strict=True):
-                self._metrics.update(output.output, output.target, micro.samples)
-        self._meter.add(result.outputs)
+                self._run.metrics.update(output.output, output.target, micro.samples)
+        self._run.meter.add(result.outputs)
         due = self._dispatcher.due(self.step)
         if not due:
             return
@@ -332,31 +300,28 @@ class Trainer:
             method(self, logs)
 
     def _end_epoch(self) -> None:
-        logs: dict[str, Any] = {**self._meter.compute(), **self._metrics.compute(), "lr": self.engine.lr}
-        self._note(logs)
-        at_step = self._val_trigger.at_step(self.step)
-        if at_step or self._val_trigger.at_epoch(self.current_epoch + 1) or self.finishing:
+        logs: dict[str, Any] = {**self._run.meter.compute(), **self._run.metrics.compute(), "lr": self.engine.lr}
+        self.history.note(self.step, logs)
+        at_step = self._run.val_trigger.at_step(self.step)
+        if at_step or self._run.val_trigger.at_epoch(self.current_epoch + 1) or self.finishing:
             logs.update(self._validate())
         self.history.add(self.current_epoch, logs)
-        self._meter.reset()
-        self._metrics.reset()
+        self._run.meter.reset()
+        self._run.metrics.reset()
         self._dispatcher.fire("on_epoch_end", logs)
 
     def _validate(self) -> dict[str, float]:
-        if self._val_feed is None:
+        if self._run.val_feed is None:
             return {}
-        return self._evaluate(self._val_feed, self._val_metrics)
+        return self._evaluate(self._run.val_feed, self._run.val_metrics)
 
     def _evaluate(self, feed: Feed, metrics: MetricSet) -> dict[str, float]:
         self._dispatcher.fire("on_validation_begin")
         results = evaluation.evaluate(self.engine, feed, metrics)
         logs = {f"val_{name}": value for name, value in results.items()}
-        self._note(logs)
+        self.history.note(self.step, logs)
         self._dispatcher.fire("on_validation_end", logs)
         return logs
-
-    def _note(self, logs: dict[str, Any]) -> None:
-        self._measured.update({name: (self.step, float(value)) for name, value in logs.items()})
 
     @property
     def finishing(self) -> bool:
@@ -375,14 +340,7 @@ class Trainer:
         Raises:
             ParaflowError: An epoch is over, and nothing of that name has been measured.
         """
-        if name in self._measured:
-            step, value = self._measured[name]
-            return value if step == self.step else None
-        if self.epoch or self.finishing:
-            raise ParaflowError(f"Nothing measures {name!r}; there is {', '.join(self._measured)}.")
-        return None
-
-    # Evaluation and prediction.
+        return self.history.measured(name, self.step, complete=self.epoch > 0 or self.finishing)
 
     def evaluate(self, model: nn.Module, data: Any, batch_size: int | None = None) -> dict[str, float]:
         """Returns loss and metrics of a model over data, each sample counted once.
@@ -394,25 +352,17 @@ class Trainer:
         """
         source = as_source(data, batch_size=batch_size, shuffle=False, name="data to evaluate")
         self._use(model, source)
-        logs = self._evaluate(self._feed_of(source, "data to evaluate"), self._metric_set())
+        logs = self._evaluate(feed_of(self.engine, source, self.seed, "data to evaluate"), metrics_of(self.engine))
         return {name.removeprefix("val_"): value for name, value in logs.items()}
 
     def predict(self, model: nn.Module, data: Any, batch_size: int | None = None) -> Any:
-        """Returns a model's outputs over data, in the order of the data, on every rank.
-
-        Args:
-            model: The model.
-            data: As for `fit`; targets in it are passed over.
-            batch_size: Samples of one forward over all ranks.
-        """
+        """Returns a model's outputs over data, in the order of the data, on every rank; targets are passed over."""
         source = as_source(data, batch_size=batch_size, shuffle=False, name="data to predict")
         self._use(model, source)
         self._dispatcher.fire("on_predict_begin")
-        outputs = evaluation.predict(self.engine, self._feed_of(source, "data to predict"))
+        outputs = evaluation.predict(self.engine, feed_of(self.engine, source, self.seed, "data to predict"))
         self._dispatcher.fire("on_predict_end")
         return outputs
-
-    # State.
 
     def save(self, folder: str | Path) -> None:
         """Saves the run as a checkpoint; every rank calls it, between two steps."""
@@ -424,8 +374,7 @@ class Trainer:
             **self.engine.state_dict(),
             "plan": self.plan.to_dict(),
             "counters": {"step": self.step, "epoch": self.epoch},
-            "feed": self._feed.state_dict(),
-            "meter": self._meter.state_dict(),
+            "run": self._run.state_dict(),
             "history": self.history.state_dict(),
             "callbacks": self._dispatcher.state_dict(),
         }
@@ -433,8 +382,7 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up a run's state, saved under whatever plan."""
         self.engine.load_state_dict(state)
-        self._feed.load_state_dict(state["feed"])
-        self._meter.load_state_dict(state["meter"])
+        self._run.load_state_dict(state["run"])
         self.history.load_state_dict(state["history"])
         self._dispatcher.load_state_dict(state["callbacks"])
         self.step, self.epoch = state["counters"]["step"], state["counters"]["epoch"]

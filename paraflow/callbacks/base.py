@@ -47,7 +47,7 @@ class Callback:
         """Before a step's first micro-batch."""
 
     def on_step_end(self, trainer: Trainer, logs: Logs) -> None:
-        """After an optimizer step, counted already; logs has its loss over the whole batch, ``lr`` and what was measured."""
+        """After an optimizer step, counted already; logs has the whole batch's loss, ``lr`` and what was measured."""
 
     def on_micro_batch_begin(self, trainer: Trainer, logs: Logs) -> None:
         """Before a micro-batch's forward."""

@@ -47,7 +47,9 @@ class Checkpoint(Callback):
         if mode not in (None, "min", "max"):
             raise ValueError(f"mode must be 'min' or 'max', not {mode!r}.")
         if not isinstance(keep, int) or keep < 1:
-            raise ValueError(f"keep must be a whole number of at least 1, not {keep!r}: the last checkpoint always stays.")
+            raise ValueError(
+                f"keep must be a whole number of at least 1, not {keep!r}: the last checkpoint always stays."
+            )
         self.folder = Path(folder)
         self.monitor = monitor
         self.mode: Mode = mode or ("max" if monitor and _greater_is_better(monitor) else "min")

@@ -30,7 +30,9 @@ class LambdaCallback(Callback):
         TypeError: There is no event 'on_batch_end'; the events are on_train_begin, on_train_end, ...
     """
 
-    def __init__(self, *, every: Interval | str | int = 1, **functions: Callable[[Trainer, dict[str, Any]], Any]) -> None:
+    def __init__(
+        self, *, every: Interval | str | int = 1, **functions: Callable[[Trainer, dict[str, Any]], Any]
+    ) -> None:
         for name, function in functions.items():
             if name not in HOOKS:
                 raise TypeError(f"There is no event {name!r}; the events are {', '.join(HOOKS)}.")

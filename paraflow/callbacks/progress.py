@@ -67,6 +67,7 @@ class ProgressBar(Callback):
         trainer.console.print(
             f"{_epoch_name(trainer)}  {_numbers(logs)}  [dim]{steps} steps, {seconds:.1f} s[/dim]",
             highlight=False,
+            soft_wrap=True,
         )
 
     def on_exception(self, trainer: Trainer, logs: dict[str, Any]) -> None:

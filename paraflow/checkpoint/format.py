@@ -106,7 +106,8 @@ def _split(value: Any, path: str, tensors: _Tensors) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise CheckpointError(
-        f"The state at {path!r} is a {type(value).__name__}; a checkpoint holds tensors, numbers, strings, lists and dicts."
+        f"The state at {path!r} is a {type(value).__name__}; a checkpoint holds tensors, numbers, strings, lists and "
+        "dicts."
     )
 
 

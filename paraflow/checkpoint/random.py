@@ -13,7 +13,7 @@ from paraflow.mesh import Mesh
 
 def random_state(mesh: Mesh) -> list[dict[str, Any]]:
     """Returns the state of torch's, Python's and numpy's generators of each rank: a collective."""
-    version, words, gauss = random.getstate()
+    _, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state()
     columns = {
         "torch": torch.get_rng_state(),

@@ -99,7 +99,9 @@ def require_same_model(module: nn.Module, saved: dict[str, Any], folder: Path) -
     mine = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     theirs = {name: tuple(tensor.shape) for name, tensor in saved.items()}
     missing, unknown = sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys())
-    differing = [f"{name} {theirs[name]} for {mine[name]}" for name in mine if name in theirs and mine[name] != theirs[name]]
+    differing = [
+        f"{name} {theirs[name]} for {mine[name]}" for name in mine if name in theirs and mine[name] != theirs[name]
+    ]
     parts = [
         f"it lacks {_some(missing)}" if missing else "",
         f"it has {_some(unknown)}" if unknown else "",
@@ -107,7 +109,9 @@ def require_same_model(module: nn.Module, saved: dict[str, Any], folder: Path) -
     ]
     problems = "; ".join(part for part in parts if part)
     if problems:
-        raise CheckpointError(f"The checkpoint {str(folder)!r} is of another model than {type(module).__name__}: {problems}.")
+        raise CheckpointError(
+            f"The checkpoint {str(folder)!r} is of another model than {type(module).__name__}: {problems}."
+        )
 
 
 def _some(names: list[str], most: int = 5) -> str:

@@ -158,23 +158,26 @@ def _collates_columns(loader: DataLoader[Any]) -> bool:
     if type(loader.dataset) is not TensorDataset or loader.collate_fn is not default_collate or loader.num_workers:
         return False
     plain_random = type(loader.sampler) is RandomSampler and not loader.sampler.replacement
-    whole = len(loader.sampler) == len(loader.dataset) if hasattr(loader.sampler, "__len__") else False
-    return whole and (plain_random or type(loader.sampler) is SequentialSampler)
+    plain = plain_random or type(loader.sampler) is SequentialSampler
+    return plain and _length(loader.sampler) == len(loader.dataset)
 
 
 def _sampler_length(loader: DataLoader[Any], name: str) -> int:
-    if isinstance(loader.sampler, DistributedSampler):
-        samples = len(loader.dataset)  # type: ignore[arg-type]
-    elif hasattr(loader.sampler, "__len__"):
-        samples = len(loader.sampler)
-    else:
+    # A DistributedSampler has the length of one rank's part, and is divided anew.
+    divided = isinstance(loader.sampler, DistributedSampler)
+    samples = _length(loader.dataset if divided else loader.sampler)
+    if samples is None:
         raise DataError(
-            f"The sampler {type(loader.sampler).__name__} of the {name} has no length, so its order cannot be divided over "
-            "ranks or resumed. Give it a __len__, or pass an IterableDataset."
+            f"The sampler {type(loader.sampler).__name__} of the {name} has no length, so its order cannot be "
+            "divided over ranks or resumed. Give it a __len__, or pass an IterableDataset."
         )
     if samples == 0:
         raise DataError(f"The {name} is a DataLoader without a sample.")
     return samples
+
+
+def _length(thing: Any) -> int | None:
+    return len(thing) if hasattr(thing, "__len__") else None
 
 
 def _from_iterable(data: Any, batch_size: int | None, name: str) -> Source:

@@ -12,6 +12,11 @@ from paraflow.data.prefetch import on_device
 from paraflow.data.source import Reader, Source
 from paraflow.errors import DataError
 
+_READ_ONCE = (
+    "It gave none in this epoch: an iterator can be read only once, so pass a list, an iterable that can be read "
+    "again, or a function that returns a new iterator."
+)
+
 
 class Feed:
     """Reads a source for one rank.
@@ -54,13 +59,7 @@ class Feed:
             nothing = False
             yield batch
         if nothing:
-            again = (
-                "It gave none in this epoch: an iterator can be read only once, so pass a list, an iterable that can be "
-                "read again, or a function that returns a new iterator."
-                if self.epoch
-                else "It is empty."
-            )
-            raise DataError(f"The {self._name} gave no batch. {again}")
+            raise DataError(f"The {self._name} gave no batch. {_READ_ONCE if self.epoch else 'It is empty.'}")
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position."""
@@ -74,7 +73,7 @@ class Feed:
         """
         if state["seed"] != self.reader.seed:
             raise DataError(
-                f"The saved position is in the order of seed {state['seed']}, and this run has seed {self.reader.seed}. "
-                f"Write Trainer(seed={state['seed']})."
+                f"The saved position is in the order of seed {state['seed']}, and this run has seed "
+                f"{self.reader.seed}. Write Trainer(seed={state['seed']})."
             )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -40,7 +41,13 @@ def seeded(seed: int, epoch: int) -> Iterator[None]:
 
 def sampled(sampler: Iterable[int], seed: int, epoch: int) -> list[int]:
     """Returns the order a user's own sampler gives in this epoch: the same on every rank."""
-    if hasattr(sampler, "set_epoch"):
-        sampler.set_epoch(epoch)
+    set_epoch(epoch, sampler)
     with seeded(seed, epoch):
         return [int(index) for index in sampler]
+
+
+def set_epoch(epoch: int, *levels: Any) -> None:
+    """Tells the epoch to whatever wants to know: a dataset, a sampler, a batch sampler."""
+    for level in levels:
+        if hasattr(level, "set_epoch"):
+            level.set_epoch(epoch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -28,7 +29,7 @@ def _moved(batch: Batch, device: torch.device) -> Batch:
 
 
 def _copied_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    stream = torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def start_copy() -> Batch | None:
         batch = next(batches, None)
@@ -46,7 +47,7 @@ def _copied_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Ba
         batch = ahead
         for micro in batch.micro_batches:
             # Without this the allocator may hand the memory to the copy stream while the step still reads it.
-            map_tensors(lambda tensor: _used_on(tensor, current), micro.data)
+            map_tensors(partial(_used_on, stream=current), micro.data)
         ahead = start_copy()
         yield batch
 

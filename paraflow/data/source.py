@@ -11,7 +11,7 @@ import torch
 
 from paraflow.data.batch import Batch, MicroBatch, count_rows, map_tensors, take_rows
 from paraflow.data.division import Division
-from paraflow.data.order import epoch_seed, sampled, seeded, shuffled
+from paraflow.data.order import epoch_seed, sampled, seeded, set_epoch, shuffled
 
 Order = Callable[[int, int], Any]
 """From (seed, epoch) to the order of the samples: an int64 tensor, a list of indices, or None for as they lie."""
@@ -114,7 +114,9 @@ class ArraySource:
         """Yields this rank's part of the epoch's batches, from the sample ``start`` on."""
         fetch = self._fetcher(shuffled(self._chunks.samples, reader.seed, epoch) if self._shuffle else None)
         division, end = reader.division, self._chunks.end
-        size, pieces, shares = 0, [(0, 0)], (0,)
+        size = 0
+        pieces: list[tuple[int, int]] = []
+        shares: tuple[int, ...] = ()
         for first, rows in self._chunks.bounds(start):
             if rows != size:
                 size, pieces, shares = rows, division.micro_batches(rows), division.shares(rows)
@@ -188,7 +190,6 @@ class DatasetSource:
             micro_batches = [MicroBatch(next(fetched), b - a) for a, b in pieces]
             yield Batch(micro_batches, rows, reader.division.shares(rows), first + rows >= self._chunks.end)
 
-
     def sample(self, rows: int) -> Any:
         """Returns a batch of the first samples, for measuring."""
         dataset: Any = self._loader.dataset
@@ -240,9 +241,7 @@ class IndexBatchSource:
 
     def read(self, epoch: int, start: int, reader: Reader) -> Iterator[Batch]:
         """Yields this rank's part of the epoch's batches, from the sample ``start`` on."""
-        for level in (self._batch_sampler, getattr(self._batch_sampler, "sampler", None)):
-            if hasattr(level, "set_epoch"):
-                level.set_epoch(epoch)
+        set_epoch(epoch, self._batch_sampler, getattr(self._batch_sampler, "sampler", None))
         with seeded(reader.seed, epoch):
             lists = [list(indices) for indices in self._batch_sampler]
         lists = _after(lists, start)

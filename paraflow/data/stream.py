@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paraflow.data.batch import Batch, MicroBatch, count_rows, take_rows
-from paraflow.data.order import seeded
+from paraflow.data.order import seeded, set_epoch
 from paraflow.data.source import Reader
 from paraflow.errors import DataError
 
@@ -125,9 +125,7 @@ def mark_last(batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def _iterate(batches: Batches, seed: int, epoch: int) -> Iterator[Any]:
-    for level in (batches, getattr(batches, "dataset", None), getattr(batches, "sampler", None)):
-        if hasattr(level, "set_epoch"):
-            level.set_epoch(epoch)
+    set_epoch(epoch, batches, getattr(batches, "dataset", None), getattr(batches, "sampler", None))
     # A DataLoader draws its workers' seed here; it must not come from the stream that dropout draws from.
     with seeded(seed, epoch):
         return iter(batches() if callable(batches) else batches)

@@ -18,8 +18,8 @@ _FIRST = ("step", "epoch")
 class CSVLogger(Callback):
     """One row an epoch and one for each logged step; columns are added as numbers appear. Rank 0 writes.
 
-    A row is on the disk when its event is over. A resumed run goes on with the file, and drops the rows of steps that it
-    will run again.
+    A row is on the disk when its event is over. A resumed run goes on with the file, and drops the rows of steps that
+    it will run again.
 
     Args:
         path: The file; its folder is made.

@@ -60,8 +60,8 @@ class MetricSet:
             return
         if output is None or target is None:
             raise ModelError(
-                f"The metrics {', '.join(self._specs)} need what the model predicted: return a dict with 'loss', 'output' "
-                "and 'target' from the step, or leave the metrics out."
+                f"The metrics {', '.join(self._specs)} need what the model predicted: return a dict with 'loss', "
+                "'output' and 'target' from the step, or leave the metrics out."
             )
         with torch.no_grad():
             for name, spec in self._specs.items():
@@ -197,5 +197,3 @@ def _snake_case(name: str) -> str:
 
 def _shape(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-
-

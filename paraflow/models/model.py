@@ -62,7 +62,8 @@ class Model(nn.Module):
 
         Returns:
             A mean over the micro-batch's samples; or ``(sum, count)``; or a dict with ``loss``, the mean, and
-            ``weight``, what it is over, and if wanted ``output`` and ``target`` for the metrics and other scalars to log.
+            ``weight``, what it is over, and if wanted ``output`` and ``target`` for the metrics and other scalars to
+            log.
         """
         named = recipe_of(self).loss is not None or type(self).loss is not Model.loss
         return supervised_step(self, self.loss if named else None, batch)
@@ -89,7 +90,7 @@ class Model(nn.Module):
     def configure_optimizers(self) -> Any:
         """Returns an optimizer, or ``(optimizer, schedule)`` with a scheduler, its name, or a function that makes it.
 
-        It is called once the parameters are where the plan puts them, so build it from `named_parameters` here. None, the
-        default, builds what `configure` named.
+        It is called once the parameters are where the plan puts them, so build it from `named_parameters` here. None,
+        the default, builds what `configure` named.
         """
         return None

@@ -115,13 +115,13 @@ class Plugin:
         """Returns the state as one device would hold it: full parameters under the module's own names.
 
         Args:
-            state: ``model`` (by name), ``optimizer``, ``schedule`` and ``plugins`` (by plugin name, for a plugin's own).
+            state: ``model`` (by name), ``optimizer``, ``schedule``, and ``plugins`` for what plugins add, by name.
             engine: The engine.
         """
         return state
 
     def load_state_dict(self, state: State, engine: Engine) -> State:
-        """The reverse: returns this rank's part of a state that one device would hold, and takes up the plugin's own."""
+        """The reverse: returns this rank's part of a state that one device would hold, and takes the plugin's own."""
         return state
 
     def describe(self) -> str:

@@ -48,8 +48,8 @@ class HalfCommunication(Plugin):
         replica = next((layer for layer in module.modules() if isinstance(layer, DistributedDataParallel)), None)
         if replica is None:
             raise PlanError(
-                f"[comm-hook-needs-ddp] comm_hook={self.dtype!r} compresses what DistributedDataParallel sends, and the "
-                "plan's data parallelism is another plugin's. Leave comm_hook out.",
+                f"[comm-hook-needs-ddp] comm_hook={self.dtype!r} compresses what DistributedDataParallel sends, and "
+                "the plan's data parallelism is another plugin's. Leave comm_hook out.",
                 rule="comm-hook-needs-ddp",
             )
         hook = default_hooks.fp16_compress_hook if self.dtype == "fp16" else default_hooks.bf16_compress_hook

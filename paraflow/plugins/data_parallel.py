@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -62,11 +63,11 @@ class DataParallel(Plugin):
             return module
         from torch.nn.parallel import DistributedDataParallel
 
-        buffers = self._broadcast_buffers
+        wanted = _keeps_statistics(module) if self._broadcast_buffers is None else self._broadcast_buffers
         self._replica = DistributedDataParallel(
             module,
             process_group=engine.mesh.group("dp"),
-            broadcast_buffers=_keeps_statistics(module) if buffers is None else buffers,
+            **_buffers_option(DistributedDataParallel, wanted),
             bucket_cap_mb=self._bucket_cap_mb,
             find_unused_parameters=self._find_unused,
             static_graph=self._static_graph,
@@ -97,6 +98,12 @@ class DataParallel(Plugin):
     def describe(self) -> str:
         """Returns one line for the printed plan."""
         return f"data parallel over {self.degree or 'all'} ranks: gradients averaged in buckets during backward"
+
+
+def _buffers_option(replica: type, wanted: bool) -> dict[str, Any]:
+    """Torch 2.13 has a new name for the argument, and warns of the old one."""
+    new = "forward_sync_buffers" in inspect.signature(replica).parameters
+    return {"forward_sync_buffers" if new else "broadcast_buffers": wanted}
 
 
 def _keeps_statistics(module: nn.Module) -> bool:

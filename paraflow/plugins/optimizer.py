@@ -38,7 +38,9 @@ class OptimizerImplementation(Plugin):
 
     def __init__(self, implementation: str = "fused", *, required: bool = True) -> None:
         if implementation not in _FLAGS:
-            raise PlanError(f"The optimizer's implementation must be one of {', '.join(_FLAGS)}, not {implementation!r}.")
+            raise PlanError(
+                f"The optimizer's implementation must be one of {', '.join(_FLAGS)}, not {implementation!r}."
+            )
         self.implementation = implementation
         self._required = required
 

@@ -52,10 +52,9 @@ def plugins_of(plan: Plan, given: Sequence[Plugin] = ()) -> list[Plugin]:
         if name in taken_names:
             raise PlanError(f"The plugin {name!r} was given, and the plan has options for it: {dict(options)}.")
     for name, from_plan in _FROM_PLAN.items():
-        plugin = _make(name, from_plan, plan)
-        if plugin is None or name in taken_names or not taken_fields.isdisjoint(plugin.fields):
-            continue
-        own.append(plugin)
+        made = _make(name, from_plan, plan)
+        if made is not None and name not in taken_names and taken_fields.isdisjoint(made.fields):
+            own.append(made)
     return in_order([*own, *given])
 
 
@@ -73,4 +72,4 @@ def _require_plugin(plugin: object) -> None:
     if not isinstance(plugin, Plugin):
         raise PlanError(f"plugins must hold paraflow.plugins.Plugin objects, not {plugin!r}.")
     if not isinstance(getattr(plugin, "name", None), str):
-        raise PlanError(f"The plugin {type(plugin).__name__} has no name; write `name = \"...\"` in its class.")
+        raise PlanError(f'The plugin {type(plugin).__name__} has no name; write `name = "..."` in its class.')

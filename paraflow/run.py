@@ -1,0 +1,72 @@
+"""The parts of one call of fit: feeds, meters, metrics, and when to validate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from paraflow.data import Division, Feed, Reader, Source
+from paraflow.engine import Engine
+from paraflow.interval import Interval
+from paraflow.meters import MeanMeter
+from paraflow.models.metrics import MetricSet
+from paraflow.trigger import Trigger
+
+
+@dataclass
+class Run:
+    """What a fit reads and measures.
+
+    Attributes:
+        feed: The training data.
+        val_feed: The validation data, or None.
+        meter: The epoch's means of losses.
+        metrics: The epoch's metrics of training.
+        val_metrics: Those of validation.
+        val_trigger: When validation is due.
+    """
+
+    feed: Feed
+    val_feed: Feed | None
+    meter: MeanMeter
+    metrics: MetricSet
+    val_metrics: MetricSet
+    val_trigger: Trigger
+
+    def start(self, step: int) -> None:
+        """Begins to count time, at a step."""
+        self.val_trigger.start(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position in the data, and the sums of the epoch so far: a collective."""
+        return {"feed": self.feed.state_dict(), "meter": self.meter.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes them up."""
+        self.feed.load_state_dict(state["feed"])
+        self.meter.load_state_dict(state["meter"])
+
+
+def make_run(engine: Engine, source: Source, val_source: Source | None, seed: int, val_every: Interval) -> Run:
+    """Makes the parts of a fit."""
+    return Run(
+        feed=feed_of(engine, source, seed, "training data"),
+        val_feed=None if val_source is None else feed_of(engine, val_source, seed, "validation data"),
+        meter=MeanMeter(engine.mesh),
+        metrics=metrics_of(engine),
+        val_metrics=metrics_of(engine),
+        val_trigger=Trigger(val_every, engine.mesh.broadcast),
+    )
+
+
+def feed_of(engine: Engine, source: Source, seed: int, name: str) -> Feed:
+    """Returns a source as this rank reads it."""
+    mesh = engine.mesh
+    division = Division(mesh.data_ranks, mesh.data_rank, engine.plan.accumulate)
+    return Feed(source, Reader(division, seed, mesh.gather_numbers), mesh.device, name)
+
+
+def metrics_of(engine: Engine) -> MetricSet:
+    """Returns the model's metrics, over the samples of all data ranks."""
+    mesh = engine.mesh
+    return MetricSet(engine.task.metrics(), mesh.device, mesh.data_group if mesh.data_ranks > 1 else None)
