@@ -112,6 +112,11 @@ class Engine:
         self._place_model()
         self._compose()
 
+    @property
+    def runs_in_turn(self) -> bool:
+        """Whether micro-batches are run one after another, each forward followed by its backward."""
+        return not self._overriding("run_micro_batches")
+
     def _place_model(self) -> None:
         self.module.to(self.mesh.device)
         self._before = dict(self.module.named_parameters())

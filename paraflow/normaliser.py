@@ -42,7 +42,7 @@ class Normaliser:
         ranks = self._mesh.data_ranks
         if not output.counted:
             self.totals = None
-            return 1.0 if output.weight == batch.samples else float(output.weight) * ranks / batch.samples
+            return float(output.weight) * ranks / batch.samples
         if len(batch.micro_batches) > 1:
             return output.weight * (ranks / self._estimated_total(output, batch))
         if ranks == 1:

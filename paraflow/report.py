@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 from paraflow.data import Division, Source
 from paraflow.engine import Engine
 from paraflow.planner import Choice

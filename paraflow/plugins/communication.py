@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -10,6 +10,7 @@ from torch import nn
 from paraflow.errors import PlanError
 from paraflow.plan import Plan
 from paraflow.plugins.base import Phase, Plugin
+from paraflow.rules import Rule
 
 if TYPE_CHECKING:
     from paraflow.engine import Engine
@@ -27,6 +28,15 @@ class HalfCommunication(Plugin):
 
     name = "communication"
     phase = Phase.OPTIMIZE
+    rules = (
+        Rule(
+            "comm-hook-needs-ddp",
+            lambda f: f.plan.dp > 1 and bool(f.runners),
+            "comm_hook={f.plan.comm_hook!r} compresses what DistributedDataParallel sends during backward, and under "
+            "{f.runners} gradients are averaged after it.",
+            "Leave comm_hook out.",
+        ),
+    )
 
     def __init__(self, dtype: str = "bf16") -> None:
         if dtype not in ("bf16", "fp16"):
@@ -42,7 +52,6 @@ class HalfCommunication(Plugin):
         """Registers the hook on the replica that data parallelism made."""
         if engine.mesh.degree("dp") == 1:
             return module
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
         from torch.nn.parallel import DistributedDataParallel
 
         replica = next((layer for layer in module.modules() if isinstance(layer, DistributedDataParallel)), None)
@@ -52,13 +61,26 @@ class HalfCommunication(Plugin):
                 "the plan's data parallelism is another plugin's. Leave comm_hook out.",
                 rule="comm-hook-needs-ddp",
             )
-        hook = default_hooks.fp16_compress_hook if self.dtype == "fp16" else default_hooks.bf16_compress_hook
-        replica.register_comm_hook(engine.mesh.group("dp"), hook)
+        replica.register_comm_hook(engine.mesh.group("dp"), _compression(self.dtype))
         return module
 
     def describe(self) -> str:
         """Returns one line for the printed plan."""
         return f"gradients communicated in {self.dtype}"
+
+
+def _compression(dtype: str) -> Callable[[Any, Any], Any]:
+    """Gives torch's hook another name: by its own, torch refuses bf16 on gloo, which can reduce it."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    compress = default_hooks.fp16_compress_hook if dtype == "fp16" else default_hooks.bf16_compress_hook
+
+    def half_communication(group: Any, bucket: Any) -> Any:
+        return compress(group, bucket)
+
+    # torch compares annotations with types, and here they are strings.
+    half_communication.__annotations__ = {}
+    return half_communication
 
 
 def from_plan(plan: Plan, options: Mapping[str, Any]) -> HalfCommunication | None:

@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
+from paraflow.collectives import average, broadcast
 from paraflow.errors import ModelError
 from paraflow.plan import Plan
 from paraflow.plugins.base import Phase, Plugin
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.nn.parallel import DistributedDataParallel
 
     from paraflow.engine import Engine
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
 
 class DataParallel(Plugin):
     """Replicas of the model that average their gradients, in buckets, while backward goes on.
+
+    Where another plugin runs the micro-batches in an order of its own, forwards and backwards no longer alternate,
+    which DistributedDataParallel needs; gradients are then averaged once, after the last backward.
 
     Args:
         degree: The number of replicas; None fills the world.
@@ -50,6 +56,7 @@ class DataParallel(Plugin):
         self._bucket_cap_mb = bucket_cap_mb
         self._broadcast_buffers = broadcast_buffers
         self._replica: DistributedDataParallel | None = None
+        self._after_backward: ProcessGroup | None = None
         self._checked = False
 
     @property
@@ -58,8 +65,12 @@ class DataParallel(Plugin):
         return {} if self.degree is None else {"dp": self.degree}
 
     def transform(self, module: nn.Module, engine: Engine) -> nn.Module:
-        """Wraps the step in DistributedDataParallel, which starts every replica from rank 0's parameters."""
+        """Wraps the step in DistributedDataParallel; every replica starts from its first rank's parameters."""
         if engine.mesh.degree("dp") == 1:
+            return module
+        if not engine.runs_in_turn:
+            self._after_backward = engine.mesh.group("dp")
+            broadcast([*engine.module.parameters(), *engine.module.buffers()], self._after_backward, self._bucket_bytes)
             return module
         from torch.nn.parallel import DistributedDataParallel
 
@@ -75,6 +86,10 @@ class DataParallel(Plugin):
         )
         return self._replica
 
+    @property
+    def _bucket_bytes(self) -> int:
+        return int(self._bucket_cap_mb * 2**20)
+
     def micro_batch(self, index: int, count: int) -> AbstractContextManager[Any]:
         """Gradients of all but a step's last micro-batch stay on their rank; forward has to be inside as well."""
         if self._replica is None or index == count - 1:
@@ -83,7 +98,12 @@ class DataParallel(Plugin):
         return context
 
     def reduce_gradients(self, engine: Engine) -> None:
-        """Backward has reduced them already; the first step checks that it could."""
+        """Backward has averaged them already, and the first step checks that it could; or they are averaged here."""
+        if self._after_backward is not None:
+            for parameter in engine.parameters:
+                if parameter.grad is None:  # on another rank it may have had a part
+                    parameter.grad = torch.zeros_like(parameter)
+            average(engine.gradients(), self._after_backward, self._bucket_bytes)
         if self._checked or self._replica is None:
             return
         self._checked = True
