@@ -57,7 +57,7 @@ def hand_written_loader(turns: Turns) -> None:
     for _ in turns.epochs():
         for inputs, targets in loader:
             optimizer.zero_grad()
-            functional.cross_entropy(model(inputs), targets).backward()
+            functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
 
@@ -91,7 +91,7 @@ def paraflow_o1(turns: Turns) -> None:
 
 
 def lightning_trainer(turns: Turns) -> None:
-    """lightning.Trainer(barebones=True), its own mode for measuring overhead; automatic optimization; nothing logged."""
+    """lightning.Trainer(barebones=True), its own mode for measuring overhead; automatic optimization."""
     from lightning import LightningModule, Trainer
 
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -132,7 +132,7 @@ def lightning_fabric(turns: Turns) -> None:
 
 
 def accelerate_loop(turns: Turns) -> None:
-    """accelerate.Accelerator(cpu=True): a hand-written loop over what its prepare returns, with accelerator.backward."""
+    """accelerate.Accelerator(cpu=True): a hand-written loop over what prepare returns, with its backward."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -174,7 +174,7 @@ def transformers_trainer(turns: Turns) -> None:
     """transformers.Trainer: torch's AdamW, constant rate, no clipping, no filter of NaN losses; torch's collation."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    class EpochBegins(TrainerCallback):  # type: ignore[misc]
+    class EpochBegins(TrainerCallback):
         def on_epoch_begin(self, *_: Any, **__: Any) -> None:
             turns.epoch_begins()
 
@@ -261,7 +261,7 @@ def ignite_engine(turns: Turns) -> None:
     def step(engine: Any, batch: Any) -> None:
         inputs, targets = batch
         optimizer.zero_grad()
-        functional.cross_entropy(model(inputs), targets).backward()
+        functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
     engine = Engine(step)

@@ -1,19 +1,19 @@
-"""What Paraflow costs: one training step, the import, and a step on two processes, beside a hand-written loop and peers.
+"""What Paraflow costs beside a hand-written loop and its peers: a training step, the import, a step on two processes.
 
-    python benchmarks/overhead.py            # everything; some minutes
-    python benchmarks/overhead.py --quick    # everything, roughly
+    python benchmarks/overhead.py            # everything: a quarter of an hour
+    python benchmarks/overhead.py --quick    # everything, roughly: three minutes
     python benchmarks/overhead.py --only paraflow paraflow-o1 import
 
-The work: an MLP of 32-64-64-10, batches of 32, AdamW at 1e-3, cross-entropy, one thread, 4096 to 8192 synthetic samples in
+The work: an MLP of 32-64-64-10, batches of 32, AdamW at 1e-3, cross-entropy, one thread, 8192 synthetic samples in
 memory, shuffled anew for each epoch. The model is so small that what is measured is what surrounds it.
 
-How a step is measured. Each contender has a process of its own, so that no library's imports, threads and settings reach
-another. In that process it takes turns with the hand-written loop, an epoch each: a hook at the beginning of an epoch runs
-one epoch of the hand-written loop (see workload.py). Its ratio to the hand-written loop is taken within each turn, so a
-machine that is slow for a while is slow for both; and within one process, since two processes of the same program differ
-by some percent in where their memory lies. The processes go round robin over the contenders for several rounds, and the
-median over all turns of all rounds is shown. What `fit` does before its first epoch is not counted; what a trainer does
-between epochs is, shared out over the steps. The first epochs of a process are warm-up.
+How a step is measured. Each contender has a process of its own, so that no library's imports, threads and settings
+reach another. In that process it takes turns with the hand-written loop, an epoch each: a hook at the beginning of an
+epoch runs one epoch of the hand-written loop (see workload.py). Its ratio is taken within each turn, so that a machine
+that is slow for a while is slow for both; and within one process, since two processes of the same program differ by
+some percent in where their memory lies. The processes go round robin over the contenders for several rounds, and the
+median over all turns of all rounds is shown. What `fit` does before its first epoch is not counted; what a trainer
+does between epochs is, shared out over the steps. The first epochs of a process are warm-up.
 
 The hand-written loop, which every ratio is to:
 
@@ -24,27 +24,29 @@ The hand-written loop, which every ratio is to:
         optimizer.step()
 
 It keeps no loss, waits for no number, and has no DataLoader; its AdamW is torch's default, as is that of each contender
-but those that say otherwise (Keras has its own). It is also run against itself, which shows what can be told apart here.
+but those that say otherwise. It is also run against itself, which shows what can be told apart here.
 
-The contenders (contenders.py has the code; `DataLoader` is DataLoader(TensorDataset(x, y), batch_size=32, shuffle=True)):
+The contenders (contenders.py has the code; "the DataLoader" is DataLoader(TensorDataset(x, y), 32, shuffle=True)):
 
     hand-written, fused AdamW       the same loop with AdamW(fused=True)
     hand-written, over a DataLoader the same loop over the DataLoader: what the peers' data costs without the peers
-    Paraflow                        Trainer(progress=False).fit(model, (x, y), batch_size=32); it keeps each epoch's loss
+    Paraflow                        Trainer(progress=False).fit(model, (x, y), batch_size=32); keeps each epoch's loss
     Paraflow, given a DataLoader    the same given the DataLoader, which Paraflow reads by rows as it does arrays
     Paraflow, auto="O1"             Trainer(auto="O1"), which chooses the fused AdamW here
     Accelerate                      Accelerator(cpu=True), prepare, a hand-written loop with accelerator.backward
-    Lightning Fabric                Fabric(accelerator="cpu", devices=1), setup, a hand-written loop with fabric.backward
+    Lightning Fabric                Fabric(accelerator="cpu"), setup, a hand-written loop with fabric.backward
     Ignite                          Engine around a hand-written step that returns nothing
-    skorch                          NeuralNet(callbacks="disable", train_split=None, verbose=0), arrays; it reads each loss
+    skorch                          NeuralNet(callbacks="disable", train_split=None, verbose=0), arrays; reads each loss
     Lightning Trainer               Trainer(barebones=True), Lightning's own mode for measuring overhead
     transformers Trainer            no logging, saving, clipping, progress or filter of NaN losses; constant rate
     Keras on torch                  Model.fit(verbose=0, shuffle=True), arrays, no metrics, Keras's own AdamW
 
+Accelerate, Fabric, Ignite and Lightning are given the DataLoader; skorch, transformers and Keras make their own.
+
 Import: a fresh interpreter per import, in turn, timed inside it; Paraflow's loads the Trainer, as any use of it does.
 
-Two processes: two ranks on gloo, each batch divided 16 + 16. Paraflow takes turns, in the same pair of processes, with a
-hand-written loop on DistributedDataParallel(gradient_as_bucket_view=True) that divides the same way.
+Two processes: two ranks on gloo, each batch divided 16 + 16. Paraflow takes turns, in the same pair of processes, with
+a hand-written loop on DistributedDataParallel(gradient_as_bucket_view=True) that divides the same way.
 """
 
 from __future__ import annotations
@@ -214,7 +216,7 @@ def parse() -> Any:
     """Reads the command line."""
     names = [contender.name for contender in CONTENDERS]
     parser = argparse.ArgumentParser(description="What Paraflow costs, beside a hand-written loop and peers.")
-    parser.add_argument("--quick", action="store_true", help="half a minute or so, with less certain numbers")
+    parser.add_argument("--quick", action="store_true", help="three minutes, with less certain numbers")
     parser.add_argument("--steps", type=int, help="steps of an epoch, the length of a turn")
     parser.add_argument("--epochs", type=int, help="turns in one process")
     parser.add_argument("--rounds", type=int, help="processes of each contender")
@@ -222,7 +224,7 @@ def parse() -> Any:
     parser.add_argument("--check", action="store_true", help="exit with 1 where a bar is not met")
     parser.add_argument("--worker", choices=names, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    steps, epochs, rounds = (128, 7, 2) if given.quick else (256, 25, 5)
+    steps, epochs, rounds = (256, 5, 1) if given.quick else (256, 15, 3)
     given.size = Size(given.steps or steps, given.epochs or epochs)
     given.rounds = given.rounds or rounds
     return given

@@ -21,11 +21,11 @@ def hand_written_ddp(size: Size) -> Loop:
     generator = torch.Generator().manual_seed(1)  # the same order on every rank
 
     def epoch() -> None:
-        for batch in torch.randperm(len(inputs), generator=generator).split(BATCH_SIZE):
+        for batch in torch.randperm(len(inputs), generator=generator).split(BATCH_SIZE):  # type: ignore[no-untyped-call]
             rows = batch[start : start + share]
             optimizer.zero_grad()
             loss = functional.cross_entropy(replica(inputs[rows]), targets[rows])
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
     return epoch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,61 +12,75 @@ from paraflow.data.batch import count_rows, to_device
 from paraflow.engine import Engine
 from paraflow.mesh import Mesh
 from paraflow.models.task import Task
-from paraflow.plan import Plan
 from paraflow.planner import Choice, Footprint, choose_accumulation
 from paraflow.profiler import activation_bytes, free_memory
-from paraflow.resolve import Request, resolve
+from paraflow.resolve import Request, facts, resolve
+from paraflow.rules import check
 
 _MEASURED_SAMPLES = 2
 
+Choices = list[Choice]
 
-def build_engine(task: Task, request: Request, device: torch.device, source: Source) -> tuple[Engine, list[Choice]]:
+
+def build_engine(task: Task, request: Request, device: torch.device, batch_size: int | None) -> tuple[Engine, Choices]:
     """Makes the engine of a model.
 
     Args:
         task: The model.
         request: What was asked for.
         device: The device of this rank.
-        source: The data, which ``auto`` measures the model on.
+        batch_size: Samples of a step over all ranks; None where batches come ready-made, or nothing is trained.
 
     Returns:
         The engine, and what ``auto`` chose.
 
     Raises:
-        PlanError: The plan is refused.
+        PlanError: The plan is refused, before any process group is started.
         ModelError: The model has nothing to train.
     """
-    resolved = resolve(request, device, source.batch_size)
-    mesh = Mesh(resolved.plan, device)
-    choices = resolved.choices
-    if request.auto and "accumulate" not in request.fields():
-        fitting = _fit_micro_batches(task, resolved.plan, mesh, source)
-        choices = [*choices, fitting]
-        if fitting.value > 1:
-            flags = {**request.flags, "accumulate": fitting.value}
-            resolved = resolve(replace(request, flags=flags), device, source.batch_size)
-            mesh.plan = resolved.plan
-    return Engine(task, mesh, resolved.plugins), choices
+    resolved = resolve(request, device, batch_size)
+    return Engine(task, Mesh(resolved.plan, device), resolved.plugins), resolved.choices
 
 
-def _fit_micro_batches(task: Task, plan: Plan, mesh: Mesh, source: Source) -> Choice:
-    """Chooses the accumulation; every rank the same, by the one with the least memory."""
+def require_batch(engine: Engine, batch_size: int | None) -> None:
+    """Refuses a batch that an engine's plan cannot divide.
+
+    Raises:
+        PlanError: It is too small for the ranks or micro-batches.
+    """
+    check(facts(engine.plan, engine.plugins, engine.mesh.device, batch_size))
+
+
+def fit_micro_batches(engine: Engine, request: Request, source: Source) -> Choices:
+    """Under ``auto``, chooses the accumulation with which micro-batches fit in memory, and gives it to the engine.
+
+    Every rank chooses the same, by the one with the least memory.
+    """
+    if not request.auto or "accumulate" in request.fields():
+        return []
+    choice = _choose(engine, source)
+    if choice.value != engine.plan.accumulate:
+        engine.plan = engine.plan.with_fields(accumulate=choice.value)
+    return [choice]
+
+
+def _choose(engine: Engine, source: Source) -> Choice:
+    mesh, task = engine.mesh, engine.task
     sample = getattr(source, "sample", None)
     if source.batch_size is None or sample is None:
         return Choice("accumulate", 1, "batches come ready-made")
-    if plan.world_size > plan.dp:
+    if engine.plan.world_size > engine.plan.dp:
         return Choice("accumulate", 1, "the model is spread over ranks, so one rank cannot measure it")
-    task.module.to(mesh.device)
     batch = to_device(sample(_MEASURED_SAMPLES), mesh.device)
+    kept = activation_bytes(task.module, task.training_step, batch, _precision(engine))
     footprint = Footprint(
         parameters=sum(parameter.numel() for parameter in task.module.parameters()),
-        activations=activation_bytes(task.module, task.training_step, batch, _precision(plan, mesh))
-        // count_rows(batch),
+        activations=kept // count_rows(batch),
         free=free_memory(mesh.device),
     )
     share = -(-min(source.batch_size, _samples(source)) // mesh.data_ranks)
     mine = choose_accumulation(footprint, share)
-    steps = int(max(mesh.all_gather(torch.tensor([mine.value], device=mesh.device))).item())
+    steps = max(int(value) for value in mesh.all_gather(torch.tensor([mine.value], device=mesh.device)))
     return mine if steps == mine.value else Choice("accumulate", steps, "the rank with the least free memory needs it")
 
 
@@ -76,7 +89,7 @@ def _samples(source: Source) -> int:
     return (source.length or 1) * (source.batch_size or 1)
 
 
-def _precision(plan: Plan, mesh: Mesh) -> AbstractContextManager[Any]:
-    if plan.precision == "fp32":
-        return nullcontext()
-    return torch.autocast(mesh.device.type, dtype=torch.bfloat16 if plan.precision == "bf16" else torch.float16)
+def _precision(engine: Engine) -> AbstractContextManager[Any]:
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    dtype = dtypes.get(engine.plan.precision)
+    return nullcontext() if dtype is None else torch.autocast(engine.mesh.device.type, dtype=dtype)

@@ -69,9 +69,15 @@ class History:
     def __len__(self) -> int:
         return len(self.epoch)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns everything as plain data."""
-        return {"history": {key: list(values) for key, values in self.history.items()}, "epoch": list(self.epoch)}
+    def state_dict(self, epochs: int) -> dict[str, Any]:
+        """Returns what was measured of the complete epochs, as plain data; one that is cut short is measured again.
+
+        Args:
+            epochs: The number of epochs that are complete.
+        """
+        rows = sum(epoch < epochs for epoch in self.epoch)
+        history = {key: values[:rows] for key, values in self.history.items()}
+        return {"history": history, "epoch": self.epoch[:rows]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes up what was saved."""

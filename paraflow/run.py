@@ -37,14 +37,24 @@ class Run:
         """Begins to count time, at a step."""
         self.val_trigger.start(step)
 
+    def reset(self) -> None:
+        """Begins an epoch's measurements."""
+        self.meter.reset()
+        self.metrics.reset()
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the position in the data, and the sums of the epoch so far: a collective."""
-        return {"feed": self.feed.state_dict(), "meter": self.meter.state_dict()}
+        return {
+            "feed": self.feed.state_dict(),
+            "meter": self.meter.state_dict(),
+            "metrics": self.metrics.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes them up."""
         self.feed.load_state_dict(state["feed"])
         self.meter.load_state_dict(state["meter"])
+        self.metrics.load_state_dict(state["metrics"], first=self.feed.reader.division.rank == 0)
 
 
 def make_run(engine: Engine, source: Source, val_source: Source | None, seed: int, val_every: Interval) -> Run:

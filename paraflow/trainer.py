@@ -37,7 +37,7 @@ from paraflow.checkpoint.run import restore, save
 from paraflow.data import Batch, Feed, Source, as_source
 from paraflow.engine import Engine, StepResult
 from paraflow.errors import ParaflowError
-from paraflow.fitting import build_engine
+from paraflow.fitting import build_engine, fit_micro_batches, require_batch
 from paraflow.history import History
 from paraflow.interval import Interval
 from paraflow.launch.environment import is_main
@@ -47,6 +47,7 @@ from paraflow.meters import step_means
 from paraflow.models.metrics import MetricSet
 from paraflow.models.task import Task
 from paraflow.plan import PLAN_FIELDS, Plan
+from paraflow.planner import Choice
 from paraflow.plugins.base import Plugin
 from paraflow.report import describe
 from paraflow.resolve import Request
@@ -229,7 +230,10 @@ class Trainer:
             None if val is None else as_source(val, batch_size=batch_size, shuffle=False, name="validation data")
         )
         self._reset()
-        self._use(model, source)
+        choices = self._use(model, source.batch_size)
+        choices += fit_micro_batches(self.engine, self._request, source)
+        for line in describe(self.engine, choices, source):
+            self._print(line)
         self._begin_run(source, val_source)
         if resume is not None:
             restored = restore(self, resume)
@@ -241,13 +245,13 @@ class Trainer:
             raise
         return self.history
 
-    def _use(self, model: nn.Module, source: Source) -> None:
-        """Makes the engine of a model, unless it is there already."""
-        if self._engine is not None and self._engine.module is model:
-            return
-        self._engine, choices = build_engine(Task(model), self._request, choose_device(self._device), source)
-        for line in describe(self._engine, choices, source):
-            self._print(line)
+    def _use(self, model: nn.Module, batch_size: int | None = None) -> list[Choice]:
+        """Makes the engine of a model, unless it is there already; returns what ``auto`` chose."""
+        if self._engine is None or self._engine.module is not model:
+            self._engine, choices = build_engine(Task(model), self._request, choose_device(self._device), batch_size)
+            return choices
+        require_batch(self._engine, batch_size)
+        return []
 
     def _begin_run(self, source: Source, val_source: Source | None) -> None:
         self.steps_per_epoch = source.length
@@ -306,8 +310,8 @@ class Trainer:
         if at_step or self._run.val_trigger.at_epoch(self.current_epoch + 1) or self.finishing:
             logs.update(self._validate())
         self.history.add(self.current_epoch, logs)
-        self._run.meter.reset()
-        self._run.metrics.reset()
+        if self.epoch_complete:
+            self._run.reset()
         self._dispatcher.fire("on_epoch_end", logs)
 
     def _validate(self) -> dict[str, float]:
@@ -351,14 +355,14 @@ class Trainer:
             batch_size: Samples of one forward over all ranks.
         """
         source = as_source(data, batch_size=batch_size, shuffle=False, name="data to evaluate")
-        self._use(model, source)
+        self._use(model)
         logs = self._evaluate(feed_of(self.engine, source, self.seed, "data to evaluate"), metrics_of(self.engine))
         return {name.removeprefix("val_"): value for name, value in logs.items()}
 
     def predict(self, model: nn.Module, data: Any, batch_size: int | None = None) -> Any:
         """Returns a model's outputs over data, in the order of the data, on every rank; targets are passed over."""
         source = as_source(data, batch_size=batch_size, shuffle=False, name="data to predict")
-        self._use(model, source)
+        self._use(model)
         self._dispatcher.fire("on_predict_begin")
         outputs = evaluation.predict(self.engine, feed_of(self.engine, source, self.seed, "data to predict"))
         self._dispatcher.fire("on_predict_end")
@@ -375,7 +379,7 @@ class Trainer:
             "plan": self.plan.to_dict(),
             "counters": {"step": self.step, "epoch": self.epoch},
             "run": self._run.state_dict(),
-            "history": self.history.state_dict(),
+            "history": self.history.state_dict(self.epoch),
             "callbacks": self._dispatcher.state_dict(),
         }
 

@@ -47,11 +47,20 @@ def test_what_was_not_measured_is_refused_by_name() -> None:
 
 def test_state_is_plain_data_and_goes_on() -> None:
     made, resumed = history(), History()
-    resumed.load_state_dict(json.loads(json.dumps(made.state_dict())))
+    resumed.load_state_dict(json.loads(json.dumps(made.state_dict(3))))
     resumed.add(3, {"loss": 0.25})
     assert resumed["loss"] == [2.0, 1.0, 0.5, 0.25]
     assert resumed.epoch == [0, 1, 2, 3]
     assert made["loss"] == [2.0, 1.0, 0.5]
+
+
+def test_an_epoch_that_is_cut_short_is_not_saved() -> None:
+    resumed = History()
+    resumed.load_state_dict(history().state_dict(2))
+    assert resumed.epoch == [0, 1]
+    assert resumed["loss"] == [2.0, 1.0]
+    assert same(resumed["val_loss"], [math.nan, 1.5])
+    assert len(History().state_dict(0)["epoch"]) == 0
 
 
 def test_table_has_a_row_an_epoch() -> None:

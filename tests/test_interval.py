@@ -33,7 +33,8 @@ def test_intervals_are_read(said: Any, amount: float, unit: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [0, -1, True, 2.5, None, "", "10", "ep", "0ep", "-1ep", "1.5ep", "0.5st", "0s", "3 days", "1h30min", "often"]
+    "said",
+    [0, -1, True, 2.5, None, "", "10", "ep", "0ep", "-1ep", "1.5ep", "0.5st", "0s", "3 days", "1h30min", "often"],
 )
 def test_what_is_no_interval_is_refused(said: Any) -> None:
     with pytest.raises(ValueError, match="is no interval") as caught:

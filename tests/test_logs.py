@@ -18,7 +18,7 @@ READS: dict[str, Callable[[Logs], Any]] = {
     "[]": lambda logs: logs["loss"],
     "get": lambda logs: logs.get("loss"),
     "items": lambda logs: dict(logs.items())["loss"],
-    "values": lambda logs: list(logs.values())[0],
+    "values": lambda logs: next(iter(logs.values())),
     "spread": lambda logs: {**logs}["loss"],
     "dict": lambda logs: dict(logs)["loss"],
     "update": lambda logs: _updated(logs)["loss"],

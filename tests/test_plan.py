@@ -115,7 +115,7 @@ def test_yaml_is_readable(tmp_path: Path) -> None:
         (b"dp: [1", r"plan\.yaml' is not YAML"),
         (b"- dp\n- tp\n", r"plan\.yaml' must hold 'field: value' lines, not a list"),
         (b"dp\n", r"must hold 'field: value' lines, not a str"),
-        (b"dpp: 2\n", r"no field 'dpp'; did you mean 'dp'"),
+        (b"accumulat: 2\n", r"no field 'accumulat'; did you mean 'accumulate'"),
         (b"2: 2\n", r"no field 2"),
         (b"dp: two\n", r"dp must be a whole number of at least 1, not 'two'"),
         (b"dp:\n", r"dp must be a whole number of at least 1, not None"),
@@ -157,7 +157,10 @@ def test_contradictions_are_refused() -> None:
 
 
 def test_a_list_and_a_tuple_say_the_same() -> None:
-    said = [("the flags", {"activation_checkpointing": ("block",)}), ("the file", {"activation_checkpointing": ["block"]})]
+    said: list[tuple[str, dict[str, Any]]] = [
+        ("the flags", {"activation_checkpointing": ("block",)}),
+        ("the file", {"activation_checkpointing": ["block"]}),
+    ]
     assert Plan.from_dict(merge_fields(said)) == Plan(activation_checkpointing=("block",))
 
 
@@ -180,7 +183,9 @@ def test_flags_plugins_and_files_are_one_request(tmp_path: Path) -> None:
         Request(auto="O2")
 
 
-@pytest.mark.parametrize(("world", "flags", "dp"), [(1, {}, 1), (4, {}, 4), (4, {"dp": 4}, 4), (3, {"accumulate": 2}, 3)])
+@pytest.mark.parametrize(
+    ("world", "flags", "dp"), [(1, {}, 1), (4, {}, 4), (4, {"dp": 4}, 4), (3, {"accumulate": 2}, 3)]
+)
 def test_data_parallelism_fills_the_world(
     monkeypatch: pytest.MonkeyPatch, world: int, flags: dict[str, Any], dp: int
 ) -> None:
@@ -192,7 +197,9 @@ def test_data_parallelism_fills_the_world(
 def test_a_degree_that_does_not_fill_the_world_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     for auto in (None, "O1"):
-        with pytest.raises(PlanError, match=r"\[degrees-fill-world\].*dp=3.*3 ranks.*there are 4.*Write dp=4") as caught:
+        with pytest.raises(
+            PlanError, match=r"\[degrees-fill-world\].*dp=3.*3 ranks.*there are 4.*Write dp=4"
+        ) as caught:
             resolve(Request(flags={"dp": 3}, auto=auto), CPU, 12)
         assert caught.value.rule == "degrees-fill-world"
     with pytest.raises(PlanError, match=r"batch of 3 cannot be divided over 4 data ranks"):
@@ -216,7 +223,9 @@ def test_data_parallelism_fills_what_other_degrees_leave(monkeypatch: pytest.Mon
         assert (plan.fsdp, plan.dp, plan.data_ranks) == (2, 3, 6)
     monkeypatch.setenv("WORLD_SIZE", "5")
     for auto in (None, "O1"):
-        with pytest.raises(PlanError, match=r"\[degrees-divide-world\] One replica of the model takes 2 ranks.*world of 5"):
+        with pytest.raises(
+            PlanError, match=r"\[degrees-divide-world\] One replica of the model takes 2 ranks.*world of 5"
+        ):
             resolve(Request(plugins=[Shards()], auto=auto), CPU, 12)
 
 

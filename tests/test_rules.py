@@ -95,7 +95,9 @@ def test_all_broken_rules_are_told_at_once() -> None:
         check(facts)
     message = str(caught.value)
     assert caught.value.rule == "degrees-fill-world"
-    assert [mark in message for mark in ("[degrees-fill-world]", "[batch-covers-ranks]", "[bf16-on-device]")] == [True] * 3
+    assert [mark in message for mark in ("[degrees-fill-world]", "[batch-covers-ranks]", "[bf16-on-device]")] == [
+        True
+    ] * 3
 
 
 def test_a_plugins_rules_are_asked_too() -> None:

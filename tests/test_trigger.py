@@ -29,7 +29,7 @@ def test_epochs() -> None:
     assert not any(trigger.at_step(step) for step in range(1, 10))
 
 
-def test_time_passes_at_most_a_step_late_and_begins_anew() -> None:
+def test_time_begins_anew_when_it_has_passed() -> None:
     trigger = Trigger(Interval.parse("0.1s"))
     trigger.start(0)
     began, fired = time.monotonic(), []

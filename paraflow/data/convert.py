@@ -44,8 +44,9 @@ def as_source(data: Any, *, batch_size: int | None, shuffle: bool, name: str = "
     """Makes a source of what a user passes.
 
     Args:
-        data: Tensors or numpy arrays (alone, in a tuple, a list or a dict), a map-style or iterable dataset, a
-            DataLoader, an iterable of batches or a function that returns one, `PerRank`, or a source.
+        data: Tensors or numpy arrays (alone, or in a tuple, a dict or a dataclass), a map-style or iterable dataset, a
+            DataLoader, an iterable of batches or a function that returns one, `PerRank`, or a source. A list holds
+            samples where `batch_size` is given, and batches where it is not.
         batch_size: Samples of one step over all ranks; None takes the loader's own, or 32.
         shuffle: Whether arrays and datasets are shuffled each epoch; a loader decides for itself.
         name: What the data is called in errors.
@@ -76,9 +77,16 @@ def _convert(data: Any, batch_size: int | None, shuffle: bool, name: str) -> Sou
         return ArraySource(arrays, batch_size or DEFAULT_BATCH_SIZE, shuffle=shuffle)
     if isinstance(data, IterableDataset):
         return StreamSource(DataLoader(data, batch_size=batch_size or DEFAULT_BATCH_SIZE))
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping):
+    if _is_dataset(data, batch_size):
         return _from_dataset(data, batch_size, shuffle, name)
     return _from_iterable(data, batch_size, name)
+
+
+def _is_dataset(data: Any, batch_size: int | None) -> bool:
+    """A list is one of samples where a batch size is given, and of batches where none is."""
+    if isinstance(data, (list, tuple)):
+        return batch_size is not None
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping)
 
 
 def _as_arrays(data: Any, name: str) -> Any | None:

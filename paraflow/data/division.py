@@ -6,6 +6,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 
+def rows_to_read(start: int, stop: int, rows: int) -> tuple[int, int]:
+    """Returns what is read for a micro-batch of a batch of so many rows.
+
+    That is the micro-batch itself; for an empty one it is a stand-in of two samples, which layers that take statistics
+    over samples can run, from the end of the batch.
+
+    Example:
+        >>> rows_to_read(0, 3, rows=10), rows_to_read(5, 5, rows=5), rows_to_read(1, 1, rows=1)
+        ((0, 3), (3, 5), (0, 1))
+    """
+    return (start, stop) if stop > start else (max(rows - 2, 0), rows)
+
+
 @dataclass(frozen=True)
 class Division:
     """Divides batches over data ranks and, on each, over micro-batches.

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from paraflow.data.batch import Batch, MicroBatch, count_rows, map_tensors, take_rows
-from paraflow.data.division import Division
+from paraflow.data.division import Division, rows_to_read
 from paraflow.data.order import epoch_seed, sampled, seeded, set_epoch, shuffled
 
 Order = Callable[[int, int], Any]
@@ -115,17 +115,13 @@ class ArraySource:
         fetch = self._fetcher(shuffled(self._chunks.samples, reader.seed, epoch) if self._shuffle else None)
         division, end = reader.division, self._chunks.end
         size = 0
-        pieces: list[tuple[int, int]] = []
+        pieces: list[tuple[int, int, int]] = []
         shares: tuple[int, ...] = ()
         for first, rows in self._chunks.bounds(start):
             if rows != size:
-                size, pieces, shares = rows, division.micro_batches(rows), division.shares(rows)
-            micro_batches = [
-                MicroBatch(fetch(first + a, first + b), b - a)
-                if b > a
-                else MicroBatch(fetch(first + min(a, rows - 1), first + min(a, rows - 1) + 1), 0)
-                for a, b in pieces
-            ]
+                size, shares = rows, division.shares(rows)
+                pieces = [(*rows_to_read(a, b, rows), b - a) for a, b in division.micro_batches(rows)]
+            micro_batches = [MicroBatch(fetch(first + start, first + stop), samples) for start, stop, samples in pieces]
             yield Batch(micro_batches, rows, shares, first + rows >= end)
 
     def sample(self, rows: int) -> Any:
@@ -210,7 +206,7 @@ class _IndexLists:
 def _index_lists(order: Any, bounds: list[tuple[int, int]], division: Division) -> Iterator[list[int]]:
     for first, rows in bounds:
         for a, b in division.micro_batches(rows):
-            start, stop = (first + a, first + b) if b > a else (first + min(a, rows - 1), first + min(a, rows - 1) + 1)
+            start, stop = (first + place for place in rows_to_read(a, b, rows))
             if order is None:
                 yield list(range(start, stop))
             else:
@@ -262,8 +258,7 @@ def _after(lists: list[list[int]], start: int) -> list[list[int]]:
 
 
 def _pad(indices: list[int], piece: tuple[int, int]) -> list[int]:
-    start, stop = piece
-    return indices[start:stop] if stop > start else [indices[min(start, len(indices) - 1)]]
+    return indices[slice(*rows_to_read(*piece, len(indices)))]
 
 
 def sampler_order(sampler: Any, samples: int) -> Order:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paraflow.data.batch import Batch, MicroBatch, count_rows, take_rows
+from paraflow.data.division import rows_to_read
 from paraflow.data.order import seeded, set_epoch
 from paraflow.data.source import Reader
 from paraflow.errors import DataError
@@ -105,12 +106,9 @@ class PerRankSource:
 
 
 def cut_rows(whole: Any, rows: int, pieces: list[tuple[int, int]]) -> list[MicroBatch]:
-    """Cuts micro-batches out of a batch; an empty piece becomes a stand-in of one sample that counts nothing."""
+    """Cuts micro-batches out of a batch; an empty piece becomes a stand-in that counts nothing."""
     return [
-        MicroBatch(take_rows(whole, start, stop, rows), stop - start)
-        if stop > start
-        else MicroBatch(take_rows(whole, min(start, rows - 1), min(start, rows - 1) + 1, rows), 0)
-        for start, stop in pieces
+        MicroBatch(take_rows(whole, *rows_to_read(start, stop, rows), rows), stop - start) for start, stop in pieces
     ]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from paraflow.errors import ModelError
@@ -75,8 +76,14 @@ _LOSSES: dict[str, Callable[..., Any]] = {
 }
 
 
+_ENTRY_BY_ENTRY = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCEWithLogitsLoss, nn.BCELoss)
+
+
 def loss_function(loss: str | Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the loss of a name; a function is returned as it is.
+    """Returns the loss of a name, or a function as it is.
+
+    torch's losses that compare entry by entry are held to equal shapes: broadcasting [samples, 1] against [samples]
+    would compare every sample with every other.
 
     Raises:
         ModelError: There is no loss of that name.
@@ -85,6 +92,8 @@ def loss_function(loss: str | Callable[..., Any]) -> Callable[..., Any]:
         >>> loss_function("mse")(torch.tensor([[1.0], [3.0]]), torch.tensor([0.0, 0.0]))
         tensor(5.)
     """
+    if isinstance(loss, _ENTRY_BY_ENTRY):
+        return _regression(loss)
     if callable(loss):
         return loss
     name = loss.lower()

@@ -46,6 +46,7 @@ class MetricSet:
         self._device = device
         self._group = group
         self._metrics: dict[str, Any] = {}
+        self._saved: dict[str, dict[str, Any]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._specs)
@@ -67,6 +68,7 @@ class MetricSet:
             for name, spec in self._specs.items():
                 if name not in self._metrics:
                     self._metrics[name] = self._build(spec, output, target)
+                    self._take_up(name)
                 if samples:
                     self._update(name, spec, output, target, samples)
 
@@ -101,6 +103,39 @@ class MetricSet:
         metric._to_sync = metric.sync_on_compute = self._group is not None
         return metric
 
+    def _take_up(self, name: str) -> None:
+        """Gives a metric that has just been made the state that was saved of it."""
+        metric = self._metrics[name]
+        for key, value in self._saved.pop(name, {}).items():
+            parts = value if isinstance(value, list) else [value]
+            moved = [part.to(self._device) for part in parts]
+            # A list of parts comes back from a synchronisation as one.
+            setattr(metric, key, moved if isinstance(metric._defaults[key], list) else moved[0])
+            metric._update_count = max(metric._update_count, 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what the metrics have seen so far, on all ranks: a collective."""
+        state = {}
+        for name, metric in self._metrics.items():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                with metric.sync_context(should_sync=self._group is not None, distributed_available=lambda: True):
+                    state[name] = {key: _copied(value) for key, value in metric.metric_state.items()}
+        return {**self._saved, **state}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, first: bool) -> None:
+        """Takes it up, once for all ranks.
+
+        Args:
+            state: What was saved.
+            first: Whether this is the first data rank, which stands for what all had seen.
+        """
+        self.reset()
+        self._saved = dict(state) if first else {}
+        for name in list(self._saved):
+            if name in self._metrics:
+                self._take_up(name)
+
     def compute(self) -> dict[str, float]:
         """Returns each metric over all samples since the last reset, on all ranks: a collective."""
         results: dict[str, float] = {}
@@ -114,8 +149,14 @@ class MetricSet:
 
     def reset(self) -> None:
         """Begins anew."""
+        self._saved = {}
         for metric in self._metrics.values():
             metric.reset()
+
+
+def _copied(value: Any) -> Any:
+    """A state's tensor, or its list of tensors, which after a synchronisation may be one tensor."""
+    return [part.detach().clone() for part in value] if isinstance(value, list) else value.detach().clone()
 
 
 def _named(specs: Sequence[Any] | Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any, Self
 from torch import nn
 
 from paraflow.errors import ModelError
-from paraflow.models.losses import loss_function
 from paraflow.models.recipe import configure, recipe_of
 from paraflow.models.step import call_with_inputs, supervised_step
 
@@ -78,10 +77,10 @@ class Model(nn.Module):
 
     def loss(self, output: Any, target: Any) -> Any:
         """Returns the loss of an output: by default the one that `configure` named."""
-        named = recipe_of(self).loss
-        if named is None:
+        function = recipe_of(self).loss_function
+        if function is None:
             raise ModelError(f"{type(self).__name__} has no loss; write configure(loss=...) or override `loss`.")
-        return loss_function(named)(output, target)
+        return function(output, target)
 
     def metrics(self) -> Sequence[Any] | Mapping[str, Any]:
         """Returns the metrics: names, torchmetrics objects or functions; by default those that `configure` named."""

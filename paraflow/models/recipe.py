@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 from torch import nn
 
 from paraflow.errors import ModelError
+from paraflow.models.losses import loss_function
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -40,6 +42,11 @@ class Recipe:
     metrics: Sequence[Any] | Mapping[str, Any] = ()
     weight: Callable[[Any], Any] | None = None
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def loss_function(self) -> Callable[..., Any] | None:
+        """The loss, from (output, target), or None."""
+        return None if self.loss is None else loss_function(self.loss)
 
     def __post_init__(self) -> None:
         if isinstance(self.lr, bool) or not isinstance(self.lr, (int, float)) or not self.lr > 0:

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paraflow.errors import ModelError
-from paraflow.models.losses import loss_function
 from paraflow.models.recipe import Recipe, recipe_of
 from paraflow.models.step import call_with_inputs, supervised_step
 from paraflow.optim import build_optimizer, build_schedule
@@ -44,8 +43,7 @@ class Task:
         )
 
     def _supervised_step(self) -> Callable[[Any], Any]:
-        named = self.recipe.loss
-        return partial(supervised_step, self.module, None if named is None else loss_function(named))
+        return partial(supervised_step, self.module, self.recipe.loss_function)
 
     @property
     def recipe(self) -> Recipe:

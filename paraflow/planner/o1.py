@@ -116,7 +116,7 @@ def choose_accumulation(footprint: Footprint, share: int) -> Choice:
 
     Example:
         >>> choose_accumulation(Footprint(parameters=10**6, activations=50 * 2**20, free=2 * GIB), share=128).value
-        5
+        4
     """
     left = footprint.free * _SHARE_OF_FREE_MEMORY - footprint.parameters * _BYTES_PER_PARAMETER
     fitting = max(1, int(left // max(footprint.activations, 1)))

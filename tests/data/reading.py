@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class Numbers(Dataset[torch.Tensor]):
 
 
 def generator_of(samples: int, batch_size: int) -> Callable[[], Iterator[torch.Tensor]]:
-    return lambda: iter(torch.arange(samples).split(batch_size))
+    return lambda: iter(torch.split(torch.arange(samples), batch_size))
 
 
 def _own_batches(samples: int, batch_size: int) -> DataLoader[Any]:
@@ -72,5 +73,14 @@ def rows(batch: Batch) -> list[int]:
     return [n for micro in batch.micro_batches if micro.samples for n in first_tensor(micro.data).tolist()]
 
 
-def order(batches: Sequence[Batch]) -> list[int]:
-    return [number for batch in batches for number in rows(batch)]
+def order(batches: Iterable[Batch]) -> list[int]:
+    return flat(rows(batch) for batch in batches)
+
+
+def flat(lists: Iterable[list[int]]) -> list[int]:
+    return list(chain.from_iterable(lists))
+
+
+def together(parts: Sequence[Iterable[Batch]]) -> list[list[int]]:
+    """The samples of each step, over all ranks."""
+    return [order(step) for step in zip(*parts, strict=True)]

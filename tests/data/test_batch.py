@@ -67,7 +67,13 @@ def test_rows_are_taken_from_all_tensors_of_a_container(kind: str) -> None:
 
 
 def test_what_has_no_entry_a_sample_comes_along_whole() -> None:
-    batch = {"scale": torch.tensor(2.0), "x": torch.arange(4), "table": torch.zeros(7, 2), "names": list("abcd"), "n": 3}
+    batch = {
+        "scale": torch.tensor(2.0),
+        "x": torch.arange(4),
+        "table": torch.zeros(7, 2),
+        "names": list("abcd"),
+        "n": 3,
+    }
     taken = take_rows(batch, 1, 3, rows=4)
     assert count_rows(batch) == 4
     assert taken["x"].tolist() == [1, 2]
@@ -78,7 +84,7 @@ def test_what_has_no_entry_a_sample_comes_along_whole() -> None:
 
 
 def test_a_mapping_that_is_not_made_from_one_becomes_a_dict() -> None:
-    batch = defaultdict(list, x=torch.arange(3))
+    batch: dict[str, torch.Tensor] = defaultdict(torch.Tensor, x=torch.arange(3))
     assert map_tensors(lambda t: t + 1, batch)["x"].tolist() == [1, 2, 3]
 
 

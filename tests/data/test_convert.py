@@ -22,8 +22,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from paraflow.data import PerRank
-from paraflow.errors import DataError
-from tests.data.reading import Numbers, generator_of, of, order, read, rows
+from tests.data.reading import Numbers, flat, generator_of, of, order, read, rows, together
 
 
 class Pair(NamedTuple):
@@ -121,7 +120,7 @@ class Half(TensorDataset):
     """A TensorDataset that gives something else than its columns."""
 
     def __getitem__(self, index: int) -> Any:
-        return tuple(part / 2 for part in super().__getitem__(index))
+        return tuple(part / 2 for part in super().__getitem__(index))  # type: ignore[no-untyped-call]
 
 
 def test_a_subclass_of_tensor_dataset_is_asked() -> None:
@@ -189,11 +188,11 @@ class Alternating(Sampler[int]):
 
 def test_samplers_are_told_the_epoch() -> None:
     whole = [0, 2, 4, 5, 3, 1]
-    for make in (
-        lambda: DataLoader(Numbers(6), batch_size=4, sampler=Alternating()),
-        lambda: DataLoader(Numbers(6), batch_sampler=BatchSampler(Alternating(), 4, False)),
+    for loader in (
+        DataLoader(Numbers(6), batch_size=4, sampler=Alternating()),
+        DataLoader(Numbers(6), batch_sampler=BatchSampler(Alternating(), 4, False)),
     ):
-        source = of(make())
+        source = of(loader)
         assert [order(read(source, epoch=epoch)) for epoch in range(3)] == [whole, [5, 3, 1, 0, 2, 4], whole]
 
 
@@ -208,13 +207,13 @@ def test_weighted_sampler_draws_alike_on_every_rank(as_batches: bool) -> None:
     torch.manual_seed(0)
     alone = [rows(batch) for batch in read(source(), epoch=3)]
     assert [len(step) for step in alone] == [16, 16, 8]
-    assert set(sum(alone, [])) == {1, 2, 4}
+    assert set(flat(alone)) == {1, 2, 4}
     parts = []
     for rank in range(3):
         torch.manual_seed(rank + 1)  # as on ranks whose dropout differs
         parts.append(read(source(), epoch=3, ranks=3, rank=rank))
-    assert [sum((rows(batch) for batch in step), []) for step in zip(*parts, strict=True)] == alone
-    assert order(read(source(), epoch=4)) != sum(alone, [])
+    assert together(parts) == alone
+    assert order(read(source(), epoch=4)) != flat(alone)
 
 
 def test_a_sampler_with_a_generator_of_its_own_can_be_resumed() -> None:
@@ -241,19 +240,21 @@ class NumpyShuffle(PythonShuffle):
 
 @pytest.mark.parametrize("sampler", [PythonShuffle, NumpyShuffle])
 @pytest.mark.parametrize("as_batches", [False, True])
-def test_samplers_on_python_and_numpy_random_draw_alike_on_every_rank(sampler: type, as_batches: bool) -> None:
+def test_samplers_on_python_and_numpy_random_draw_alike_on_every_rank(
+    sampler: type[PythonShuffle], as_batches: bool
+) -> None:
     parts = []
     for rank in range(2):
         random.seed(rank)
         np.random.seed(rank)
-        before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index,union-attr]
+        before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
         batches = (
             {"batch_sampler": BatchSampler(sampler(), 4, False)}
             if as_batches
             else {"batch_size": 4, "sampler": sampler()}
         )
         parts.append(order(read(of(DataLoader(Numbers(12), **batches)), ranks=2, rank=rank)))
-        assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # type: ignore[index,union-attr]
+        assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # type: ignore[index]
     assert sorted(parts[0] + parts[1]) == list(range(12))
 
 
@@ -262,7 +263,7 @@ def test_random_sampler_of_a_few_draws_from_all() -> None:
     source = of(DataLoader(numbers, batch_size=2, sampler=RandomSampler(numbers, num_samples=4)))
     epochs = [order(read(source, epoch=epoch)) for epoch in range(20)]
     assert all(len(set(seen)) == 4 for seen in epochs)
-    assert set(sum(epochs, [])) == set(range(10))
+    assert set(flat(epochs)) == set(range(10))
 
 
 def test_random_sampler_with_replacement_and_subsets() -> None:
@@ -280,14 +281,14 @@ def test_distributed_sampler_stands_for_the_whole_dataset(shuffle: bool) -> None
     parts = []
     for rank in range(2):
         numbers = Numbers(7)  # which two ranks' DistributedSamplers would pad to 8
-        sampler = DistributedSampler(numbers, num_replicas=2, rank=rank, shuffle=shuffle)
+        sampler: DistributedSampler[Any] = DistributedSampler(numbers, num_replicas=2, rank=rank, shuffle=shuffle)
         source = of(DataLoader(numbers, batch_size=4, sampler=sampler))
         assert source.length == 2
         parts.append(read(source, ranks=2, rank=rank))
-    together = [sum((rows(batch) for batch in step), []) for step in zip(*parts, strict=True)]
-    assert [len(step) for step in together] == [4, 3]
-    assert sorted(sum(together, [])) == list(range(7))
-    assert (sum(together, []) == list(range(7))) is not shuffle
+    steps = together(parts)
+    assert [len(step) for step in steps] == [4, 3]
+    assert sorted(flat(steps)) == list(range(7))
+    assert (flat(steps) == list(range(7))) is not shuffle
 
 
 def test_batch_sampler_decides_the_batches() -> None:
@@ -322,7 +323,7 @@ def test_a_loader_of_ready_made_batches() -> None:
 
 
 def test_a_shuffled_loader_of_ready_made_batches_is_in_one_order() -> None:
-    batches = list(torch.arange(24).split(2))
+    batches = list(torch.split(torch.arange(24), 2))
 
     def epoch(state: int, number: int) -> list[int]:
         torch.manual_seed(state)
@@ -336,8 +337,8 @@ def test_a_shuffled_loader_of_ready_made_batches_is_in_one_order() -> None:
 
 def test_a_generator_function_draws_alike_on_every_rank() -> None:
     def shuffled_batches() -> Iterator[torch.Tensor]:
-        yield from torch.randperm(12).split(4)
-        yield from (12 + torch.randperm(12)).split(4)
+        yield from torch.split(torch.randperm(12), 4)
+        yield from torch.split(12 + torch.randperm(12), 4)
 
     parts = []
     for rank in range(2):
@@ -358,7 +359,7 @@ def test_a_list_of_batches_is_read_as_it_is() -> None:
 def test_iterables_are_read_anew_each_epoch(make: Any) -> None:
     class Batches:
         def __iter__(self) -> Iterator[torch.Tensor]:
-            return iter(torch.arange(9).split(4))
+            return iter(torch.split(torch.arange(9), 4))
 
     source = of(Batches() if isinstance(make, range) else make)
     for epoch in range(2):

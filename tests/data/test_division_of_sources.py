@@ -9,14 +9,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from paraflow.data import Batch, Division
-from tests.data.reading import SOURCES, Numbers, first_tensor, of, order, read, rows
+from tests.data.reading import SOURCES, Numbers, first_tensor, flat, of, order, read, rows
 
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_ranks_and_micro_batches_see_each_sample_once_in_one_order(kind: str) -> None:
     for samples, size in product(range(1, 10), range(1, 5)):
         alone = [rows(batch) for batch in read(SOURCES[kind](samples, size))]
-        assert sorted(sum(alone, [])) == list(range(samples))
+        assert sorted(flat(alone)) == list(range(samples))
         assert [len(step) for step in alone] == [min(size, samples - k) for k in range(0, samples, size)]
         for ranks, accumulate in product((1, 2, 3), (1, 2, 3)):
             parts = [
@@ -30,7 +30,7 @@ def _check_together(parts: list[list[Batch]], alone: list[list[int]], accumulate
     assert {len(part) for part in parts} == {len(alone)}
     for number, expected in enumerate(alone):
         step = [part[number] for part in parts]
-        assert sum((rows(batch) for batch in step), []) == expected
+        assert order(step) == expected
         assert {batch.samples for batch in step} == {len(expected)}
         assert {batch.shares for batch in step} == {tuple(len(rows(batch)) for batch in step)}
         assert max(step[0].shares) - min(step[0].shares) <= 1
@@ -39,8 +39,10 @@ def _check_together(parts: list[list[Batch]], alone: list[list[int]], accumulate
         for batch in step:
             sizes = [micro.samples for micro in batch.micro_batches]
             assert max(sizes) - min(sizes) <= 1
-            # A stand-in counts nothing and still holds one sample, for forward to run on.
-            assert [len(first_tensor(micro.data)) for micro in batch.micro_batches] == [size or 1 for size in sizes]
+            lengths = [len(first_tensor(micro.data)) for micro in batch.micro_batches]
+            assert all(length == size for length, size in zip(lengths, sizes, strict=True) if size)
+            # A stand-in counts nothing, and still holds something for forward to run on.
+            assert all(length > 0 for length in lengths)
 
 
 @pytest.mark.parametrize(
@@ -54,9 +56,7 @@ def _check_together(parts: list[list[Batch]], alone: list[list[int]], accumulate
         (1, 3, 2, [[(0, 1), (1, 2)]]),
     ],
 )
-def test_division_by_hand(
-    ranks: int, accumulate: int, samples: int, expected: list[list[tuple[int, int]]]
-) -> None:
+def test_division_by_hand(ranks: int, accumulate: int, samples: int, expected: list[list[tuple[int, int]]]) -> None:
     divided = [Division(ranks, rank, accumulate).micro_batches(samples) for rank in range(ranks)]
     assert divided == expected
 
@@ -106,4 +106,4 @@ def test_a_rank_fetches_its_own_samples_only() -> None:
         batches = read(of(DataLoader(numbers, batch_size=6, shuffle=True)), ranks=3, rank=rank, accumulate=2)
         assert numbers.fetched == order(batches)
         fetched.append(numbers.fetched)
-    assert sorted(sum(fetched, [])) == list(range(12))
+    assert sorted(flat(fetched)) == list(range(12))

@@ -18,7 +18,7 @@ SIZES = [[3, 1, 2], [2, 2], [4]]
 def _read_my_stream(sizes: list[list[int]], accumulate: int, start: int) -> list[tuple[list[int], object]]:
     mesh = Mesh(Plan(dp=len(sizes)), torch.device("cpu"))
     mine = torch.arange(sum(sizes[mesh.rank])) + 100 * mesh.rank
-    source = as_source(PerRank(list(mine.split(sizes[mesh.rank]))), batch_size=None, shuffle=False)
+    source = as_source(PerRank(list(torch.split(mine, sizes[mesh.rank]))), batch_size=None, shuffle=False)
     reader = Reader(Division(len(sizes), mesh.data_rank, accumulate), 0, mesh.gather_numbers)
     batches = list(source.read(0, start, reader))
     return [(order([b]), (b.samples, b.shares, b.last, len(b.micro_batches))) for b in batches]

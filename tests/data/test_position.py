@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from paraflow.data import Division, Feed, Reader, Source
 from paraflow.errors import DataError
-from tests.data.reading import SOURCES, Numbers, of, order, read, rows
+from tests.data.reading import SOURCES, Numbers, of, order, read, rows, together
 
 CPU = torch.device("cpu")
 
@@ -61,14 +61,13 @@ def test_position_survives_a_change_of_ranks() -> None:
     expected = [rows(batch) for batch in read(source(20, 6))]
     before = [feed(source(20, 6), 3, rank) for rank in range(3)]
     steps = [iter(reading) for reading in before]
-    assert sum((rows(next(step)) for step in steps), []) == expected[0]
+    assert order([next(step) for step in steps]) == expected[0]
     states = [reading.state_dict() for reading in before]
     assert states[0] == states[1] == states[2]
     after = [feed(source(20, 6), 2, rank) for rank in range(2)]
     for reading in after:
         reading.load_state_dict(states[0])
-    remaining = [sum((rows(batch) for batch in step), []) for step in zip(*after, strict=True)]
-    assert remaining == expected[1:]
+    assert together(after) == expected[1:]
 
 
 def test_another_seed_is_refused() -> None:

@@ -1,0 +1,196 @@
+"""Bad input is a sentence: what was given, what was expected, what to write; before training where it can be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import paraflow as pf
+
+X, Y = torch.randn(8, 3), torch.zeros(8).long()
+
+
+def net(**recipe: Any) -> torch.nn.Module:
+    return pf.configure(torch.nn.Linear(3, 2), **{"loss": "cross_entropy", **recipe})
+
+
+def fit(model: Any = None, data: Any = (X, Y), batch_size: int | None = None, **options: Any) -> pf.History:
+    return pf.Trainer(progress=False, **options).fit(model or net(), data, batch_size=batch_size)
+
+
+class NoStep(pf.Callback):
+    """Fails a test in which a step begins."""
+
+    def on_step_begin(self, trainer: pf.Trainer, logs: dict[str, Any]) -> None:
+        raise AssertionError("training started")
+
+
+class Bare(pf.Model):
+    """Returns what it is told to as its loss."""
+
+    def __init__(self, returned: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        self.returned = returned
+
+    def training_step(self, batch: Any) -> Any:
+        return self.returned(self.weight)
+
+
+BEFORE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "empty arrays": ({"data": (X[:0], Y[:0])}, pf.DataError, "no sample"),
+    "empty list": ({"data": []}, pf.DataError, "empty"),
+    "empty loader": (
+        {
+            "data": torch.utils.data.DataLoader(
+                torch.utils.data.TensorDataset(X[:2], Y[:2]), batch_size=4, drop_last=True
+            )
+        },
+        pf.DataError,
+        "drop_last",
+    ),
+    "no data": ({"data": None}, pf.DataError, "give arrays"),
+    "a number": ({"data": 3}, pf.DataError, "int"),
+    "ragged": ({"data": (X, Y[:5])}, pf.DataError, r"\(8, 3\), \(5,\)"),
+    "batch of zero": ({"batch_size": 0}, pf.DataError, "at least 1"),
+    "unknown field": ({"plan": {"dpp": 2}}, pf.PlanError, "dpp"),
+    "degree and world": ({"dp": 2}, pf.PlanError, r"\[degrees-fill-world\].*for 2 ranks, and there are 1.*dp=1"),
+    "no such strategy": ({"fsdp": 1, "cp": 3}, pf.PlanError, r"\[strategy-missing\].*cp"),
+    "accumulate over the batch": (
+        {"batch_size": 2, "accumulate": 3},
+        pf.PlanError,
+        r"\[batch-covers-micro-batches\].*accumulate=2 or less",
+    ),
+    "accumulate of nothing": ({"accumulate": 0}, pf.PlanError, "accumulate must be a whole number of at least 1"),
+    "precision": ({"precision": "fp8"}, pf.PlanError, "'fp32', 'bf16', 'fp16'"),
+    "clip": ({"clip_norm": -1.0}, pf.PlanError, "above 0"),
+    "auto": ({"auto": "O7"}, pf.PlanError, "'O1'"),
+    "plugin class": ({"plugins": [pf.plugins.DataParallel]}, pf.PlanError, r"DataParallel\(\.\.\.\)"),
+    "callback class": ({"callbacks": [pf.callbacks.ProgressBar]}, TypeError, r"ProgressBar\(\.\.\.\)"),
+    "interval": ({"val_every": "often"}, ValueError, "10ep"),
+    "no epochs": ({"max_epochs": 0}, ValueError, "max_epochs"),
+    "device": ({"device": "abacus"}, pf.PlanError, "'cpu'"),
+    "nothing to train": ({"model": net().requires_grad_(False)}, pf.ModelError, "nothing to train"),
+    "unknown optimizer": ({"model": net(optimizer="adamm")}, pf.ModelError, "adam"),
+    "unknown schedule": ({"model": net(schedule="cosin")}, pf.ModelError, "cosine"),
+    "unknown metric": ({"model": net(metrics=["acuracy"])}, pf.ModelError, "accuracy"),
+    "no fused": (
+        {"model": net(optimizer="rmsprop"), "optimizer_implementation": "fused"},
+        pf.PlanError,
+        r"\[optimizer-implementation\] RMSprop",
+    ),
+    "resume of nothing": ({}, pf.CheckpointError, "nowhere"),
+    "no module": ({"model": object()}, pf.ModelError, "nn.Module"),
+}
+
+
+@pytest.mark.parametrize("case", BEFORE)
+def test_refused_before_training(case: str) -> None:
+    given, error, sentence = dict(BEFORE[case][0]), BEFORE[case][1], BEFORE[case][2]
+    with pytest.raises(error, match=sentence):
+        _run(case, given)
+
+
+def _run(case: str, given: dict[str, Any]) -> None:
+    if case == "unknown field":
+        pf.Plan.from_dict(given["plan"])
+    elif case == "resume of nothing":
+        pf.Trainer(progress=False, callbacks=[NoStep()]).fit(net(), (X, Y), resume="nowhere")
+    else:
+        given.setdefault("callbacks", [NoStep()])
+        fit(**given)
+
+
+FIRST_STEP: dict[str, tuple[Any, type[Exception], str]] = {
+    "no scalar": (lambda w: w * torch.ones(4), pf.ModelError, r"shape \(4,\)"),
+    "no loss": (lambda w: None, pf.ModelError, "NoneType"),
+    "a dict without it": (lambda w: {"los": w}, pf.ModelError, "'los'"),
+    "detached": (lambda w: w.detach(), pf.ModelError, "does not depend on any parameter"),
+    "weight below 0": (lambda w: {"loss": w, "weight": -1}, pf.ModelError, "0 or more"),
+    "a string beside": (lambda w: {"loss": w, "note": "x"}, pf.ModelError, "'note'"),
+}
+
+
+@pytest.mark.parametrize("case", FIRST_STEP)
+def test_refused_in_the_first_step(case: str) -> None:
+    returned, error, sentence = FIRST_STEP[case]
+    with pytest.raises(error, match=sentence):
+        fit(Bare(returned))
+
+
+def test_no_loss_said() -> None:
+    with pytest.raises(pf.ModelError, match=r"Linear has no loss.*configure\(loss="):
+        fit(torch.nn.Linear(3, 2), data=X)
+
+
+def test_no_target() -> None:
+    with pytest.raises(pf.ModelError, match=r"a Tensor.*has no target"):
+        fit(data=X)
+
+
+def test_masked_class_targets_are_refused_not_averaged_wrongly() -> None:
+    """A mean over the unmasked, weighted by all, would be biased; torch refuses the class instead."""
+    with pytest.raises(IndexError, match="-100"):
+        fit(data=(X, torch.tensor([0, -100] * 4)))
+
+
+def test_regression_against_another_shape_is_aligned_or_refused() -> None:
+    target = torch.randn(8)
+    model = pf.configure(torch.nn.Linear(3, 1), loss=torch.nn.MSELoss())
+    expected = torch.nn.functional.mse_loss(model(X).squeeze(1), target).item()
+    assert pf.Trainer(progress=False).evaluate(model, (X, target))["loss"] == pytest.approx(expected)
+    with pytest.raises(pf.ModelError, match=r"\(8, 2\).*\(8,\)"):
+        fit(net(loss=torch.nn.MSELoss()), data=(X, target))
+
+
+def test_an_iterator_can_be_read_once() -> None:
+    with pytest.raises(pf.DataError, match="read only once"):
+        fit(data=iter([(X, Y)]), max_epochs=2)
+
+
+def refused_on_a_rank() -> str:
+    import torch.distributed as dist
+
+    with pytest.raises(pf.PlanError) as caught:
+        fit(batch_size=1)
+    return f"{caught.value} {dist.is_initialized()}"
+
+
+def test_a_batch_smaller_than_the_ranks_is_refused_before_any_process_group(ranks: Any) -> None:
+    for message in ranks(2, refused_on_a_rank):
+        assert "[batch-covers-ranks] A batch of 1 cannot be divided over 2 data ranks" in message
+        assert "batch_size=2 or more" in message
+        assert message.endswith("False")
+
+
+def degree_on_a_rank() -> str:
+    with pytest.raises(pf.PlanError) as caught:
+        fit(dp=2)
+    return str(caught.value.rule)
+
+
+def test_a_degree_that_does_not_fill_the_world(ranks: Any) -> None:
+    assert ranks(3, degree_on_a_rank) == ["degrees-fill-world"] * 3
+
+
+def unused_parameter() -> str:
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.spare = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    with pytest.raises(pf.ModelError) as caught:
+        fit(pf.configure(Two(), loss="cross_entropy"))
+    fit(pf.configure(Two(), loss="cross_entropy"), plugins=[pf.plugins.DataParallel(find_unused_parameters=True)])
+    return str(caught.value)
+
+
+def test_unused_parameters_are_named(ranks: Any) -> None:
+    for message in ranks(2, unused_parameter):
+        assert "spare.weight, spare.bias" in message
+        assert "find_unused_parameters=True" in message
