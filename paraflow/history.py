@@ -41,18 +41,27 @@ class History:
         """Remembers when numbers were measured, for `measured`."""
         self._latest.update({name: (step, float(value)) for name, value in logs.items()})
 
-    def measured(self, name: str, step: int, *, complete: bool) -> float | None:
-        """Returns a metric's value if it was measured at a step, else None.
+    def measured(self, name: str, step: int) -> float | None:
+        """Returns a metric's value if it was measured at a step, else None."""
+        measured_at, value = self._latest.get(name, (None, None))
+        return value if measured_at == step else None
+
+    def require(self, name: str, *, validates: bool) -> None:
+        """Refuses a name that nothing measures, as soon as that is known.
+
+        Args:
+            name: The metric.
+            validates: Whether a validation is still to come.
 
         Raises:
-            ParaflowError: An epoch is complete, and nothing of that name has been measured.
+            ParaflowError: What should have measured it has run, and did not.
         """
-        if name in self._latest:
-            measured_at, value = self._latest[name]
-            return value if measured_at == step else None
-        if complete:
+        of_validation = name.startswith("val_")
+        to_come = not self._latest or (
+            of_validation and validates and not any(n.startswith("val_") for n in self._latest)
+        )
+        if name not in self._latest and not to_come:
             raise ParaflowError(f"Nothing measures {name!r}; there is {', '.join(self._latest)}.")
-        return None
 
     def __getitem__(self, key: str) -> list[float]:
         """The list of a metric."""

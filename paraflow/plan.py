@@ -90,8 +90,7 @@ class Plan:
                 f"clip_norm must be a number above 0, or None for no clipping, not {self.clip_norm!r}. "
                 "To measure the norm and never clip, write clip_norm=float('inf')."
             )
-        if not isinstance(self.options, Mapping) or not all(isinstance(v, Mapping) for v in self.options.values()):
-            raise PlanError(f"options must map a plugin's name to its arguments, not {self.options!r}.")
+        _require_options(self.options)
 
     @property
     def world_size(self) -> int:
@@ -172,6 +171,8 @@ def read_fields(path: str | Path) -> dict[str, Any]:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(f"The plan {str(path)!r} cannot be read: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        raise PlanError(f"The plan {str(path)!r} is not text in UTF-8: {error}.") from error
     except yaml.YAMLError as error:
         raise PlanError(f"The plan {str(path)!r} is not YAML: {error}.") from error
     if values is None:
@@ -198,21 +199,42 @@ def merge_fields(sources: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, 
         >>> merge_fields([("the flags", {"dp": 2}), ("the file", {"precision": "bf16"})])
         {'dp': 2, 'precision': 'bf16'}
     """
-    merged: dict[str, Any] = {}
-    said_by: dict[str, str] = {}
+    merged: dict[tuple[str, ...], Any] = {}
+    said_by: dict[tuple[str, ...], str] = {}
     for place, values in sources:
         _require_known_fields(values)
         for name, value in values.items():
-            if name == "options":
-                merged["options"] = {**merged.get("options", {}), **value}
-                continue
-            if name in merged and merged[name] != value:
-                raise PlanError(
-                    f"{name} is {merged[name]!r} by {said_by[name]} and {value!r} by {place}. Say it in one place."
-                )
-            merged[name] = value
-            said_by[name] = place
-    return merged
+            for part, said in _parts(name, value):
+                _put(merged, part, said, said_by, place)
+    return _whole(merged)
+
+
+def _parts(name: str, value: Any) -> list[tuple[tuple[str, ...], Any]]:
+    """What is said once: a field, or one plugin's options."""
+    if name != "options":
+        return [((name,), tuple(value) if isinstance(value, list) else value)]
+    _require_options(value)
+    return [((name, plugin), options) for plugin, options in value.items()]
+
+
+def _put(
+    merged: dict[tuple[str, ...], Any],
+    part: tuple[str, ...],
+    value: Any,
+    said_by: dict[tuple[str, ...], str],
+    place: str,
+) -> None:
+    if part in merged and merged[part] != value:
+        name = " of ".join(part)
+        raise PlanError(f"{name} is {merged[part]!r} by {said_by[part]} and {value!r} by {place}. Say it in one place.")
+    merged[part] = value
+    said_by[part] = place
+
+
+def _whole(merged: dict[tuple[str, ...], Any]) -> dict[str, Any]:
+    options = {part[1]: value for part, value in merged.items() if len(part) > 1}
+    fields_said = {part[0]: value for part, value in merged.items() if len(part) == 1}
+    return {**fields_said, "options": options} if options else fields_said
 
 
 def _require_known_fields(names: Iterable[str]) -> None:
@@ -222,6 +244,11 @@ def _require_known_fields(names: Iterable[str]) -> None:
         close = difflib.get_close_matches(str(name), PLAN_FIELDS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else "."
         raise PlanError(f"A plan has no field {name!r}{hint} The fields are: {', '.join(PLAN_FIELDS)}.")
+
+
+def _require_options(options: object) -> None:
+    if not isinstance(options, Mapping) or not all(isinstance(value, Mapping) for value in options.values()):
+        raise PlanError(f"options must map a plugin's name to its arguments, not {options!r}.")
 
 
 def _require_positive_int(name: str, value: object) -> None:

@@ -342,18 +342,13 @@ class Trainer:
         """Returns a metric's value if it was measured at the current step, else None.
 
         Raises:
-            ParaflowError: An epoch is over, and nothing of that name has been measured.
+            ParaflowError: Nothing measures it; raised once an epoch, or the first validation, has shown that.
         """
-        return self.history.measured(name, self.step, complete=self.epoch > 0 or self.finishing)
+        self.history.require(name, validates=self._run.val_feed is not None and not self.finishing)
+        return self.history.measured(name, self.step)
 
     def evaluate(self, model: nn.Module, data: Any, batch_size: int | None = None) -> dict[str, float]:
-        """Returns loss and metrics of a model over data, each sample counted once.
-
-        Args:
-            model: The model.
-            data: As for `fit`.
-            batch_size: Samples of one forward over all ranks.
-        """
+        """Returns loss and metrics of a model over data, of whatever kind `fit` takes, each sample counted once."""
         source = as_source(data, batch_size=batch_size, shuffle=False, name="data to evaluate")
         self._use(model)
         logs = self._evaluate(feed_of(self.engine, source, self.seed, "data to evaluate"), metrics_of(self.engine))

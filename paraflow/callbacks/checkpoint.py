@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -86,7 +87,7 @@ class Checkpoint(Callback):
         if self.monitor is None:
             return
         value = trainer.measured(self.monitor)
-        if value is None:
+        if value is None or math.isnan(value):
             return
         if self.best is None or (value < self.best if self.mode == "min" else value > self.best):
             self.best, self.best_step = value, trainer.step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from paraflow.data.batch import children, map_tensors
+from paraflow.data.batch import children
 from paraflow.data.order import shuffled
 from paraflow.data.source import ArraySource, Chunks, DatasetSource, IndexBatchSource, Source, sampler_order
 from paraflow.data.stream import PerRank, PerRankSource, StreamSource
@@ -96,7 +97,13 @@ def _as_arrays(data: Any, name: str) -> Any | None:
     if isinstance(data, list):
         return None  # a list holds samples, not columns
     leaves = list(_leaves(data))
-    if not leaves or not all(isinstance(leaf, (np.ndarray, torch.Tensor)) for leaf in leaves):
+    arrays = [isinstance(leaf, (np.ndarray, torch.Tensor)) for leaf in leaves]
+    if not all(arrays) or not arrays:
+        if any(arrays) or _is_tree(data):
+            raise DataError(
+                f"The {name} is a {type(data).__name__}; give arrays: a container of data, such as (x, y), must hold "
+                "tensors or numpy arrays only, with one row a sample."
+            )
         return None
     lengths = {len(leaf) if leaf.ndim else None for leaf in leaves}
     if len(lengths) > 1 or None in lengths:
@@ -104,7 +111,12 @@ def _as_arrays(data: Any, name: str) -> Any | None:
         raise DataError(f"The arrays of the {name} have different numbers of samples: their shapes are {shapes}.")
     if lengths == {0}:
         raise DataError(f"The {name} has no sample: its arrays have no rows.")
-    return _to_tensors(data)
+    return _to_tensors(data, name)
+
+
+def _is_tree(data: Any) -> bool:
+    """Whether data is a container of columns, as a batch is."""
+    return isinstance(data, (tuple, Mapping)) or (dataclasses.is_dataclass(data) and not isinstance(data, type))
 
 
 def _leaves(data: Any) -> Iterator[Any]:
@@ -115,20 +127,31 @@ def _leaves(data: Any) -> Iterator[Any]:
         yield from _leaves(child)
 
 
-def _to_tensors(data: Any) -> Any:
+def _to_tensors(data: Any, name: str) -> Any:
     if isinstance(data, np.ndarray):
-        # As in Keras: float64 is numpy's default and no model's.
-        wide = data.dtype == np.float64
-        return torch.from_numpy(data.astype(np.float32) if wide else np.ascontiguousarray(data))
+        return _from_numpy(data, name)
     if isinstance(data, torch.Tensor):
         return data.detach()
     if isinstance(data, Mapping):
-        return {key: _to_tensors(child) for key, child in data.items()}
+        return {key: _to_tensors(child, name) for key, child in data.items()}
     if hasattr(data, "_fields"):
-        return type(data)(*map(_to_tensors, data))
+        return type(data)(*(_to_tensors(child, name) for child in data))
     if isinstance(data, tuple):
-        return tuple(map(_to_tensors, data))
-    return map_tensors(lambda tensor: tensor.detach(), data)
+        return tuple(_to_tensors(child, name) for child in data)
+    changes = {f.name: _to_tensors(getattr(data, f.name), name) for f in dataclasses.fields(data) if f.init}
+    return dataclasses.replace(data, **changes)
+
+
+def _from_numpy(array: np.ndarray[Any, Any], name: str) -> torch.Tensor:
+    try:
+        # As in Keras: float64 is numpy's default and no model's.
+        wide = array.dtype == np.float64
+        return torch.from_numpy(array.astype(np.float32) if wide else np.ascontiguousarray(array))
+    except TypeError as error:
+        raise DataError(
+            f"The {name} has a numpy array of dtype {array.dtype}, which cannot become a tensor; give numbers (encode "
+            "text, split objects)."
+        ) from error
 
 
 def _from_dataset(dataset: Any, batch_size: int | None, shuffle: bool, name: str) -> Source:

@@ -12,10 +12,16 @@ from paraflow.data.prefetch import on_device
 from paraflow.data.source import Reader, Source
 from paraflow.errors import DataError
 
-_READ_ONCE = (
-    "It gave none in this epoch: an iterator can be read only once, so pass a list, an iterable that can be read "
-    "again, or a function that returns a new iterator."
-)
+
+def _why_nothing(epoch: int, position: int) -> str:
+    if position:
+        return f"The saved position, {position} samples into an epoch, lies beyond its end: resume with the same data."
+    if epoch:
+        return (
+            "An iterator can be read only once: pass a list, an iterable that can be read again, or a function that "
+            "returns a new iterator."
+        )
+    return "It is empty."
 
 
 class Feed:
@@ -49,7 +55,7 @@ class Feed:
         Raises:
             DataError: The epoch has no batch at all.
         """
-        nothing = self.position == 0
+        first, nothing = (self.epoch, self.position), True
         for batch in on_device(self.source.read(self.epoch, self.position, self.reader), self._device):
             # The position is that after the batch: state is saved between steps only.
             if batch.last:
@@ -59,7 +65,7 @@ class Feed:
             nothing = False
             yield batch
         if nothing:
-            raise DataError(f"The {self._name} gave no batch. {_READ_ONCE if self.epoch else 'It is empty.'}")
+            raise DataError(f"The {self._name} gave no batch. {_why_nothing(*first)}")
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position."""

@@ -11,7 +11,7 @@ import torch
 
 from paraflow.data.batch import Batch, MicroBatch, count_rows, map_tensors, take_rows
 from paraflow.data.division import Division, rows_to_read
-from paraflow.data.order import epoch_seed, sampled, seeded, set_epoch, shuffled
+from paraflow.data.order import epoch_seed, sampled, shuffled
 
 Order = Callable[[int, int], Any]
 """From (seed, epoch) to the order of the samples: an int64 tensor, a list of indices, or None for as they lie."""
@@ -237,10 +237,7 @@ class IndexBatchSource:
 
     def read(self, epoch: int, start: int, reader: Reader) -> Iterator[Batch]:
         """Yields this rank's part of the epoch's batches, from the sample ``start`` on."""
-        set_epoch(epoch, self._batch_sampler, getattr(self._batch_sampler, "sampler", None))
-        with seeded(reader.seed, epoch):
-            lists = [list(indices) for indices in self._batch_sampler]
-        lists = _after(lists, start)
+        lists = _after([list(indices) for indices in sampled(self._batch_sampler, reader.seed, epoch)], start)
         self._generator.manual_seed(epoch_seed(reader.seed, epoch))
         mine = [_pad(indices, piece) for indices in lists for piece in reader.division.micro_batches(len(indices))]
         self._indices.lists = mine
@@ -261,6 +258,11 @@ def _pad(indices: list[int], piece: tuple[int, int]) -> list[int]:
     return indices[slice(*rows_to_read(*piece, len(indices)))]
 
 
+def _draws_all(sampler: Any) -> bool:
+    """Whether a random sampler draws each sample of its source once."""
+    return bool(sampler.num_samples == len(sampler.data_source))
+
+
 def sampler_order(sampler: Any, samples: int) -> Order:
     """Returns the order that a DataLoader's sampler stands for: ours for torch's plain samplers, else its own."""
     from torch.utils.data import RandomSampler, SequentialSampler
@@ -268,7 +270,7 @@ def sampler_order(sampler: Any, samples: int) -> Order:
 
     if type(sampler) is SequentialSampler or (isinstance(sampler, DistributedSampler) and not sampler.shuffle):
         return lambda seed, epoch: None
-    plain_random = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == samples
+    plain_random = type(sampler) is RandomSampler and not sampler.replacement and _draws_all(sampler)
     if plain_random or isinstance(sampler, DistributedSampler):
         return lambda seed, epoch: shuffled(samples, seed, epoch)
     return lambda seed, epoch: sampled(sampler, seed, epoch)

@@ -8,9 +8,11 @@ from typing import Any
 
 from paraflow.data.batch import Batch, MicroBatch, count_rows, take_rows
 from paraflow.data.division import rows_to_read
-from paraflow.data.order import seeded, set_epoch
+from paraflow.data.order import RandomStream, reseed, set_epoch
 from paraflow.data.source import Reader
 from paraflow.errors import DataError
+
+_END = object()
 
 Batches = Iterable[Any] | Callable[[], Iterable[Any]]
 
@@ -58,10 +60,7 @@ class StreamSource:
 
     def _divided(self, epoch: int, start: int, reader: Reader) -> Iterator[Batch]:
         seen = 0
-        for whole in _iterate(self._batches, reader.seed, epoch):
-            rows = count_rows(whole)
-            if rows == 0:
-                continue
+        for whole, rows in _iterate(self._batches, reader.seed, epoch):
             if seen >= start:
                 pieces = reader.division.micro_batches(rows)
                 yield Batch(cut_rows(whole, rows, pieces), rows, reader.division.shares(rows))
@@ -90,18 +89,18 @@ class PerRankSource:
 
     def _together(self, epoch: int, start: int, reader: Reader) -> Iterator[Batch]:
         batches = _iterate(self._batches, reader.seed, epoch)
-        division, seen, previous = reader.division, 0, None
+        division, seen, rows = reader.division, 0, 0
+        current: Any = None
         while True:
             mine = next(batches, None)
-            shares = tuple(reader.gather(0 if mine is None else count_rows(mine)))
+            shares = tuple(reader.gather(0 if mine is None else mine[1]))
             if not any(shares):
                 return
-            previous = previous if mine is None else mine
-            if previous is None:
+            current, rows = (current, rows) if mine is None else mine
+            if current is None:
                 raise DataError(f"Data rank {division.rank} has no batch at all; give every rank at least one.")
             if seen >= start:
-                pieces = division.cut(shares)
-                yield Batch(cut_rows(previous, count_rows(previous), pieces), sum(shares), shares)
+                yield Batch(cut_rows(current, rows, division.cut(shares)), sum(shares), shares)
             seen += sum(shares)
 
 
@@ -122,8 +121,19 @@ def mark_last(batches: Iterator[Batch]) -> Iterator[Batch]:
         current = following
 
 
-def _iterate(batches: Batches, seed: int, epoch: int) -> Iterator[Any]:
-    set_epoch(epoch, batches, getattr(batches, "dataset", None), getattr(batches, "sampler", None))
-    # A DataLoader draws its workers' seed here; it must not come from the stream that dropout draws from.
-    with seeded(seed, epoch):
-        return iter(batches() if callable(batches) else batches)
+def _iterate(batches: Batches, seed: int, epoch: int) -> Iterator[tuple[Any, int]]:
+    """Yields the batches that have rows, with their number; what reading draws is apart from what training draws."""
+    levels = (batches, getattr(batches, "dataset", None), getattr(batches, "sampler", None))
+    set_epoch(epoch, *levels)
+    reseed(seed, epoch, *levels)
+    stream = RandomStream(seed, epoch)
+    with stream:
+        iterator = iter(batches() if callable(batches) else batches)
+    while True:
+        with stream:
+            batch = next(iterator, _END)
+        if batch is _END:
+            return
+        rows = count_rows(batch)
+        if rows:
+            yield batch, rows

@@ -1,0 +1,130 @@
+"""Metrics by name, made of torchmetrics once an output shows what there is to compare."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from paraflow.errors import ModelError
+from paraflow.models.losses import IGNORED
+
+_CLASSIFICATION = {
+    "accuracy": ("Accuracy", "micro"),
+    "f1": ("F1Score", "macro"),
+    "precision": ("Precision", "macro"),
+    "recall": ("Recall", "macro"),
+    "auroc": ("AUROC", "macro"),
+}
+_REGRESSION = {"mae": "MeanAbsoluteError", "mse": "MeanSquaredError", "r2": "R2Score"}
+
+
+def by_own_name(specs: Sequence[Any] | Mapping[str, Any]) -> dict[str, Any]:
+    """Returns metrics by the name under which they are logged.
+
+    Args:
+        specs: Names, torchmetrics objects or functions (output, target); a mapping names them.
+
+    Raises:
+        ModelError: A name is unknown or there twice, or a metric is of another kind.
+
+    Example:
+        >>> list(by_own_name(["accuracy", torch.dist]))
+        ['accuracy', 'dist']
+    """
+    if isinstance(specs, Mapping):
+        named = dict(specs)
+    else:
+        names = [_name_of(spec) for spec in specs]
+        repeated = next((name for name in names if names.count(name) > 1), None)
+        if repeated is not None:
+            raise ModelError(
+                f"Two metrics are named {repeated!r}; give each a name: metrics={{'first': ..., 'second': ...}}."
+            )
+        named = dict(zip(names, specs, strict=True))
+    for name, spec in named.items():
+        _require_metric(name, spec)
+    return named
+
+
+def is_function(spec: Any) -> bool:
+    """Whether a metric is a plain function of (output, target)."""
+    return not isinstance(spec, str) and not (hasattr(spec, "update") and hasattr(spec, "compute"))
+
+
+def make_metric(spec: Any, output: Any, target: Any) -> Any:
+    """Returns a fresh torchmetrics metric for a spec, given the first output and target.
+
+    Raises:
+        ModelError: A metric by name cannot compare the two.
+    """
+    import torchmetrics
+
+    if is_function(spec):
+        return torchmetrics.MeanMetric()
+    if not isinstance(spec, str):
+        fresh = spec.clone()
+        fresh.reset()
+        return fresh
+    if spec in _REGRESSION:
+        return getattr(torchmetrics, _REGRESSION[spec])()
+    output, target = aligned(spec, output, target)
+    class_name, average = _CLASSIFICATION[spec]
+    metric_class = getattr(torchmetrics, class_name)
+    if output.dim() == target.dim():
+        return metric_class(task="binary", ignore_index=IGNORED, validate_args=False)
+    return metric_class(
+        task="multiclass",
+        num_classes=output.shape[1],
+        average=average,
+        ignore_index=IGNORED,
+        validate_args=False,
+    )
+
+
+def aligned(spec: str, output: Any, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Brings output and target to what the metric of a name takes.
+
+    Outputs are logits: two classes have one logit a sample, more have one a class, in dimension 1 as in torch or in the
+    last as in language models. They become probabilities here, because torchmetrics would guess from each batch's
+    values whether they are.
+
+    Raises:
+        ModelError: They are not tensors.
+    """
+    if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
+        raise ModelError(
+            f"The metric {spec!r} compares tensors, and the step's output is a {type(output).__name__}, its target a "
+            f"{type(target).__name__}. Give a function (output, target) instead."
+        )
+    output = output.detach()
+    if output.dim() == target.dim() + 1 and output.shape[-1] == 1:
+        output = output.squeeze(-1)
+    if spec in _REGRESSION:
+        return output.float(), target.float()
+    if output.dim() == target.dim() + 1 and output.dim() > 2 and output.shape[:-1] == target.shape:
+        output, target = output.flatten(0, -2), target.flatten()
+    if output.dim() == target.dim():
+        return output.sigmoid() if output.is_floating_point() else output, target.int()
+    return output.softmax(1) if spec == "auroc" else output, target
+
+
+def _require_metric(name: str, spec: Any) -> None:
+    if isinstance(spec, str):
+        known = [*_CLASSIFICATION, *_REGRESSION]
+        if spec not in known:
+            close = difflib.get_close_matches(spec, known, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ModelError(f"There is no metric named {spec!r}.{hint} The names are: {', '.join(known)}.")
+        return
+    if not callable(spec) or isinstance(spec, type):
+        raise ModelError(
+            f"The metric {name!r} must be a name, a torchmetrics object or a function (output, target), not {spec!r}."
+        )
+
+
+def _name_of(spec: Any) -> str:
+    name = spec if isinstance(spec, str) else getattr(spec, "__name__", type(spec).__name__)
+    return "".join(f"_{c.lower()}" if c.isupper() and place else c.lower() for place, c in enumerate(name))
