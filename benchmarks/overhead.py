@@ -22,9 +22,11 @@ The hand-written loop, which every ratio is to:
         loss = cross_entropy(model(inputs[rows]), targets[rows])
         loss.backward()
         optimizer.step()
+        total += loss.detach()
 
-It keeps no loss, waits for no number, and has no DataLoader; its AdamW is torch's default, as is that of each contender
-but those that say otherwise. It is also run against itself, which shows what can be told apart here.
+Like Paraflow it knows the mean loss of each epoch, and reads it once an epoch; most peers are run without. It waits for
+no number in a step and has no DataLoader; its AdamW is torch's default, as is that of each contender but those that say
+otherwise. It is also run against itself, which shows what can be told apart here.
 
 The contenders (contenders.py has the code; "the DataLoader" is DataLoader(TensorDataset(x, y), 32, shuffle=True)):
 

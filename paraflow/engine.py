@@ -93,6 +93,7 @@ class Engine:
         partition_dims: The mesh dimensions over which ranks hold different parts of the parameters.
         last_norm: The gradient norm of the current step, where a plugin measured it.
         lr: The learning rate of the last step.
+        keep_outputs: Whether a step's outputs and targets are kept for metrics.
         hooks: What is called while a step runs.
     """
 
@@ -108,6 +109,7 @@ class Engine:
         self.schedule: torch.optim.lr_scheduler.LRScheduler | None = None
         self.last_norm: torch.Tensor | None = None
         self.lr = 0.0
+        self.keep_outputs = True
         self._normaliser = Normaliser(mesh)
         self._place_model()
         self._compose()
@@ -223,7 +225,7 @@ class Engine:
         loss.backward()  # type: ignore[no-untyped-call]
         for listener in hooks.after_backward:
             listener()
-        release_graph(output)
+        release_graph(output, keep_output=self.keep_outputs)
         for listener in hooks.micro_batch_end:
             listener()
         return output
@@ -299,8 +301,10 @@ class Engine:
             self.lr = self.optimizer.param_groups[0]["lr"]
 
 
-def release_graph(output: StepOutput) -> None:
+def release_graph(output: StepOutput, *, keep_output: bool = True) -> None:
     """Detaches what a step gave from its graph, which would otherwise live until the next step."""
     output.loss = output.loss.detach()
-    if output.output is not None:
+    if not keep_output:
+        output.output = output.target = None
+    elif output.output is not None:
         output.output = map_tensors(torch.Tensor.detach, output.output)

@@ -39,7 +39,7 @@ def evaluate(engine: Engine, batches: Iterable[Batch], metrics: MetricSet) -> di
             for micro in batch.micro_batches:
                 output = engine.eval_step(micro)
                 metrics.update(output.output, output.target, micro.samples)
-                release_graph(output)
+                release_graph(output, keep_output=False)
                 meter.add([output])
     return {**meter.compute(), **metrics.compute()}
 

@@ -17,7 +17,7 @@ import torch
 
 from paraflow.errors import ModelError
 
-_KNOWN = ("loss", "weight", "output", "target")
+_KNOWN = frozenset(("loss", "weight", "output", "target"))
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ def read_step(returned: Any, samples: int) -> StepOutput:
     """
     if isinstance(returned, torch.Tensor):
         return StepOutput(_scalar(returned), samples)
-    if isinstance(returned, Mapping):
+    if type(returned) is dict or isinstance(returned, Mapping):  # the abstract class is slow to ask
         return _read_mapping(returned, samples)
     return _read_loss(returned, None, samples)
 
@@ -72,7 +72,7 @@ def _read_mapping(returned: Mapping[str, Any], samples: int) -> StepOutput:
         )
     output = _read_loss(returned["loss"], returned.get("weight"), samples)
     output.output, output.target = returned.get("output"), returned.get("target")
-    if len(returned) > 4 or any(key not in _KNOWN for key in returned):
+    if not returned.keys() <= _KNOWN:
         output.values = {key: _value(key, value) for key, value in returned.items() if key not in _KNOWN}
     return output
 

@@ -35,9 +35,7 @@ class MeanMeter:
         self._sums.clear()
 
     def add(self, outputs: Sequence[StepOutput]) -> None:
-        """Adds what micro-batches gave; their outputs and targets are let go."""
-        for output in outputs:
-            output.output = output.target = None
+        """Adds what micro-batches gave."""
         self._pending.extend(outputs)
         if len(self._pending) >= _KEEP:
             self._flush()

@@ -260,6 +260,7 @@ class Trainer:
         self.engine.prepare_optimizer(self.total_steps)
         self.engine.hooks = self._dispatcher.step_hooks()
         self._run = make_run(self.engine, source, val_source, self.seed, self._val_every)
+        self.engine.keep_outputs = bool(self._run.metrics)
         seed_everything(self.seed + self.mesh.data_rank)
 
     def _train(self) -> None:
@@ -272,20 +273,21 @@ class Trainer:
         self._dispatcher.fire("on_train_end")
 
     def _train_epoch(self) -> None:
-        self.current_epoch = self._run.feed.epoch
-        self._dispatcher.fire("on_epoch_begin")
-        for batch in self._run.feed:
-            self._dispatcher.fire("on_step_begin")
-            result = self.engine.train_step(batch)
+        run, engine, fire = self._run, self.engine, self._dispatcher.fire
+        self.current_epoch = run.feed.epoch
+        fire("on_epoch_begin")
+        for batch in run.feed:
+            fire("on_step_begin")
+            result = engine.train_step(batch)
             self.step += 1
-            self.epoch = self._run.feed.epoch
+            self.epoch = run.feed.epoch
             self.epoch_complete = batch.last
             self._after_step(batch, result)
             if batch.last or self.finishing:
                 self._end_epoch()
-            elif self._run.val_trigger.at_step(self.step):
+            elif run.val_trigger.at_step(self.step):
                 self._validate()
-            self._dispatcher.fire("on_checkpoint")
+            fire("on_checkpoint")
             if self.finishing:
                 return
 
@@ -293,6 +295,7 @@ class Trainer:
         if self._run.metrics:
             for micro, output in zip(batch.micro_batches, result.outputs, strict=True):
                 self._run.metrics.update(output.output, output.target, micro.samples)
+                output.output = output.target = None
         self._run.meter.add(result.outputs)
         due = self._dispatcher.due(self.step)
         if not due:

@@ -55,15 +55,13 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         >>> split_batch({"x": 1, "labels": 2})
         ((), {'x': 1}, 2)
     """
+    if isinstance(batch, (tuple, list)):
+        return (tuple(batch[:-1]), {}, batch[-1]) if len(batch) > 1 else (tuple(batch), {}, None)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         batch = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
     if isinstance(batch, Mapping):
         key = next((key for key in _TARGET_KEYS if key in batch), None)
         return (), {k: v for k, v in batch.items() if k != key}, None if key is None else batch[key]
-    if isinstance(batch, (tuple, list)) and len(batch) > 1:
-        return tuple(batch[:-1]), {}, batch[-1]
-    if isinstance(batch, (tuple, list)) and len(batch) == 1:
-        return (batch[0],), {}, None
     return (batch,), {}, None
 
 

@@ -62,8 +62,8 @@ class ToyPipeline(Plugin):
             else:
                 engine.weigh(output, batch).backward()
                 dist.send(boundary.grad, self._peer)
-                release_graph(output)
-            for tensor in (output.loss, output.output):
+                release_graph(output, keep_output=engine.keep_outputs)
+            for tensor in [output.loss] + [output.output] * engine.keep_outputs:
                 dist.broadcast(tensor, dist.get_global_rank(self._group, 1), group=self._group)
             outputs.append(output)
         return outputs
