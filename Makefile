@@ -1,7 +1,6 @@
 # `make demo` and `make test` are all a newcomer needs. Everything runs in .venv.
 PYTHON ?= python3.11
 BIN := .venv/bin
-export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test test-slow lint examples bench clean install
 
@@ -14,6 +13,9 @@ install: .venv/.installed
 
 demo: install
 	$(BIN)/paraflow launch -n 2 examples/digits.py
+
+# Ranks share the cores, so each has one thread.
+test test-slow: export OMP_NUM_THREADS = 1
 
 test: install
 	$(BIN)/python -m pytest -m "not slow and not root"

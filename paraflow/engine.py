@@ -87,6 +87,7 @@ class Engine:
         module: The user's own module; its parameters keep their names under every plan.
         mesh: The ranks.
         plan: The plan.
+        shapes: The shapes of parameters and buffers by name, as one device holds them.
         parameters: The parameters that are trained, as the plugins left them.
         optimizer: The optimizer; there once `prepare_optimizer` has run.
         schedule: The learning-rate schedule, or None.
@@ -122,6 +123,7 @@ class Engine:
     def _place_model(self) -> None:
         self.module.to(self.mesh.device)
         self._before = dict(self.module.named_parameters())
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self.module.state_dict().items()}
         if not any(p.requires_grad for p in self._before.values()):
             raise ModelError(
                 f"{type(self.module).__name__} has nothing to train: no parameter of it requires a gradient. "

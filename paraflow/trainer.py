@@ -33,7 +33,8 @@ from paraflow import evaluation
 from paraflow.callbacks.base import Callback
 from paraflow.callbacks.dispatch import Dispatcher
 from paraflow.callbacks.progress import ProgressBar
-from paraflow.checkpoint.run import restore, save
+from paraflow.checkpoint.random import restore_random_state
+from paraflow.checkpoint.run import load, save
 from paraflow.data import Batch, Feed, Source, as_source
 from paraflow.engine import Engine, StepResult
 from paraflow.errors import ParaflowError
@@ -41,6 +42,7 @@ from paraflow.fitting import build_engine, fit_micro_batches, require_batch
 from paraflow.history import History
 from paraflow.interval import Interval
 from paraflow.launch.environment import is_main
+from paraflow.limits import Limits
 from paraflow.logs import Logs
 from paraflow.mesh import Mesh, choose_device
 from paraflow.meters import step_means
@@ -93,6 +95,7 @@ class Trainer:
         val_every: How often `fit` validates: ``"1ep"``, steps, or time.
 
     Attributes:
+        limits: When the run ends.
         step: Optimizer steps that are done: the only counter of schedules, logs and checkpoints.
         epoch: Epochs that are complete.
         current_epoch: The epoch that is running, or has just ended, from 0.
@@ -144,9 +147,7 @@ class Trainer:
         arguments = locals()
         said = {name: arguments[name] for name in PLAN_FIELDS if arguments.get(name) is not None}
         self._request = Request(flags=said, plugins=tuple(plugins), plan=plan, auto=auto)
-        _require_limits(max_epochs, max_steps)
-        self.max_steps = max_steps
-        self.max_epochs = 1 if max_epochs is None and max_steps is None else max_epochs
+        self.limits = Limits.of(max_epochs, max_steps)
         self.seed = seed
         self.progress = progress
         self._device = device
@@ -236,8 +237,7 @@ class Trainer:
             self._print(line)
         self._begin_run(source, val_source)
         if resume is not None:
-            restored = restore(self, resume)
-            self._print(f"resumed from {restored} at step {self.step}")
+            self._resume(resume)
         try:
             self._train()
         except BaseException as error:
@@ -255,13 +255,18 @@ class Trainer:
 
     def _begin_run(self, source: Source, val_source: Source | None) -> None:
         self.steps_per_epoch = source.length
-        by_epochs = self.max_epochs * source.length if self.max_epochs and source.length else None
-        self.total_steps = min((n for n in (by_epochs, self.max_steps) if n is not None), default=None)
+        self.total_steps = self.limits.total_steps(source.length)
         self.engine.prepare_optimizer(self.total_steps)
         self.engine.hooks = self._dispatcher.step_hooks()
         self._run = make_run(self.engine, source, val_source, self.seed, self._val_every)
         self.engine.keep_outputs = bool(self._run.metrics)
         seed_everything(self.seed + self.mesh.data_rank)
+
+    def _resume(self, path: str | Path) -> None:
+        folder, state = load(path, self.engine.shapes)
+        self.load_state_dict(state)
+        restore_random_state(state["random"], self.mesh)
+        self._print(f"resumed from {folder} at step {self.step}")
 
     def _train(self) -> None:
         self.engine.module.train()
@@ -333,9 +338,7 @@ class Trainer:
     @property
     def finishing(self) -> bool:
         """Whether the run ends with the step that was made last."""
-        by_epochs = self.max_epochs is not None and self.epoch >= self.max_epochs
-        by_steps = self.max_steps is not None and self.step >= self.max_steps
-        return self._stopping or by_epochs or by_steps
+        return self._stopping or self.limits.reached(self.epoch, self.step)
 
     def stop(self) -> None:
         """Ends the run after the current step; call it on every rank alike."""
@@ -368,7 +371,7 @@ class Trainer:
 
     def save(self, folder: str | Path) -> None:
         """Saves the run as a checkpoint; every rank calls it, between two steps."""
-        save(self, Path(folder))
+        save(self.state_dict(), self.mesh, Path(folder))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the run's state, all but random state, as one device would hold it: a collective."""
@@ -392,9 +395,3 @@ class Trainer:
     def _print(self, line: str) -> None:
         if self.progress and self.is_main:
             self.console.print(line, highlight=False, soft_wrap=True)
-
-
-def _require_limits(max_epochs: int | None, max_steps: int | None) -> None:
-    for name, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}.")

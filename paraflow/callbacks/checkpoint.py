@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from paraflow.callbacks.base import Callback
-from paraflow.checkpoint.run import PREFIX, save, saved_in
+from paraflow.checkpoint.run import PREFIX, saved_in
 from paraflow.interval import Interval
 from paraflow.trigger import Trigger
 
@@ -79,7 +79,7 @@ class Checkpoint(Callback):
         if not due and not trainer.finishing:
             return
         self._note_best(trainer)
-        save(trainer, self._path(trainer.step))
+        trainer.save(self._path(trainer.step))
         if trainer.is_main:
             self._remove_old(trainer.step)
 

@@ -82,7 +82,7 @@ class ProgressBar(Callback):
 
 def _epoch_name(trainer: Trainer) -> str:
     number = trainer.current_epoch + 1
-    of = f"/{trainer.max_epochs}" if trainer.max_epochs else ""
+    of = f"/{trainer.limits.epochs}" if trainer.limits.epochs else ""
     return f"epoch {number}{of}"
 
 

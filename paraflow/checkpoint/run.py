@@ -2,54 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from paraflow.checkpoint.format import read, write
-from paraflow.checkpoint.random import random_state, restore_random_state
+from paraflow.checkpoint.random import random_state
 from paraflow.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from paraflow.trainer import Trainer
+from paraflow.mesh import Mesh
 
 PREFIX = "step-"
+Shapes = Mapping[str, tuple[int, ...]]
 
 
-def save(trainer: Trainer, folder: Path) -> None:
-    """Saves a run between two steps: every rank calls it, and rank 0 writes.
+def save(state: dict[str, Any], mesh: Mesh, folder: Path) -> None:
+    """Saves a run's state, and every rank's random state with it: every rank calls it, and rank 0 writes.
 
     Raises:
         CheckpointError: It could not be written; every rank raises.
     """
-    state = trainer.state_dict()
-    state["random"] = random_state(trainer.mesh)
+    state = {**state, "random": random_state(mesh)}
     failure: CheckpointError | None = None
-    if trainer.is_main:
+    if mesh.rank == 0:
         try:
             write(folder, state)
         except CheckpointError as error:
             failure = error
-    failed = trainer.mesh.broadcast(float(failure is not None))
+    failed = mesh.broadcast(float(failure is not None))
     if failure is not None:
         raise failure
     if failed:
         raise CheckpointError(f"Rank 0 could not write the checkpoint {str(folder)!r}.")
 
 
-def restore(trainer: Trainer, path: str | Path) -> Path:
-    """Takes up a saved run; returns the folder it was read from.
+def load(path: str | Path, shapes: Shapes) -> tuple[Path, dict[str, Any]]:
+    """Returns a checkpoint's folder and the run's state in it.
+
+    Args:
+        path: A checkpoint, or a folder of them, of which the newest is taken.
+        shapes: Those of the model's parameters and buffers, by name.
 
     Raises:
         CheckpointError: There is no checkpoint, or it is of another model.
     """
     folder = find(path)
     state = read(folder)
-    require_same_model(trainer.engine.module, state["model"], folder)
-    trainer.load_state_dict(state)
-    restore_random_state(state["random"], trainer.mesh)
-    return folder
+    _require_shapes(shapes, shapes_of(state["model"]), folder)
+    return folder, state
+
+
+def shapes_of(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of tensors by name."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def load_model(module: nn.Module, path: str | Path) -> None:
@@ -62,10 +68,8 @@ def load_model(module: nn.Module, path: str | Path) -> None:
     Raises:
         CheckpointError: There is no checkpoint, or it is of another model.
     """
-    folder = find(path)
-    saved = read(folder)["model"]
-    require_same_model(module, saved, folder)
-    module.load_state_dict(saved)
+    _, state = load(path, shapes_of(module.state_dict()))
+    module.load_state_dict(state["model"])
 
 
 def find(path: str | Path) -> Path:
@@ -90,18 +94,10 @@ def saved_in(folder: Path) -> list[Path]:
     return sorted(found, key=lambda part: int(part.name.removeprefix(PREFIX)))
 
 
-def require_same_model(module: nn.Module, saved: dict[str, Any], folder: Path) -> None:
-    """Refuses a checkpoint of another model.
-
-    Raises:
-        CheckpointError: Its names or shapes differ from the module's.
-    """
-    mine = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    theirs = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+def _require_shapes(mine: Shapes, theirs: Shapes, folder: Path) -> None:
     missing, unknown = sorted(mine.keys() - theirs.keys()), sorted(theirs.keys() - mine.keys())
-    differing = [
-        f"{name} {theirs[name]} for {mine[name]}" for name in mine if name in theirs and mine[name] != theirs[name]
-    ]
+    both = [name for name in mine if name in theirs]
+    differing = [f"{name} {theirs[name]} for {mine[name]}" for name in both if mine[name] != theirs[name]]
     parts = [
         f"it lacks {_some(missing)}" if missing else "",
         f"it has {_some(unknown)}" if unknown else "",
@@ -109,9 +105,7 @@ def require_same_model(module: nn.Module, saved: dict[str, Any], folder: Path) -
     ]
     problems = "; ".join(part for part in parts if part)
     if problems:
-        raise CheckpointError(
-            f"The checkpoint {str(folder)!r} is of another model than {type(module).__name__}: {problems}."
-        )
+        raise CheckpointError(f"The checkpoint {str(folder)!r} is of another model: {problems}.")
 
 
 def _some(names: list[str], most: int = 5) -> str:

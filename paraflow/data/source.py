@@ -85,20 +85,11 @@ class Chunks:
             yield first, min(self.batch_size, self.end - first)
 
 
-class ArraySource:
-    """Tensors whose first dimension is the sample, cut by one indexing operation a batch.
+class _Chunked:
+    """A source whose samples can be counted and indexed."""
 
-    Args:
-        data: A batch-like tree whose tensors all have as many rows.
-        batch_size: Samples of a batch over all ranks.
-        shuffle: Whether each epoch has an order of its own.
-        drop_last: Whether a short last batch is left out.
-    """
-
-    def __init__(self, data: Any, batch_size: int, *, shuffle: bool, drop_last: bool = False) -> None:
-        self._data = data
-        self._shuffle = shuffle
-        self._chunks = Chunks(count_rows(data), batch_size, drop_last)
+    def __init__(self, chunks: Chunks) -> None:
+        self._chunks = chunks
 
     @property
     def batch_size(self) -> int | None:
@@ -109,6 +100,22 @@ class ArraySource:
     def length(self) -> int | None:
         """Batches of an epoch."""
         return self._chunks.length
+
+
+class ArraySource(_Chunked):
+    """Tensors whose first dimension is the sample, cut by one indexing operation a batch.
+
+    Args:
+        data: A batch-like tree whose tensors all have as many rows.
+        batch_size: Samples of a batch over all ranks.
+        shuffle: Whether each epoch has an order of its own.
+        drop_last: Whether a short last batch is left out.
+    """
+
+    def __init__(self, data: Any, batch_size: int, *, shuffle: bool, drop_last: bool = False) -> None:
+        super().__init__(Chunks(count_rows(data), batch_size, drop_last))
+        self._data = data
+        self._shuffle = shuffle
 
     def read(self, epoch: int, start: int, reader: Reader) -> Iterator[Batch]:
         """Yields this rank's part of the epoch's batches, from the sample ``start`` on."""
@@ -145,7 +152,7 @@ def _select(data: Any, index: torch.Tensor) -> Any:
     return map_tensors(lambda part: part.index_select(0, index.to(part.device)), data)
 
 
-class DatasetSource:
+class DatasetSource(_Chunked):
     """A map-style dataset, read by torch's DataLoader: each micro-batch is fetched and collated by itself.
 
     Args:
@@ -156,23 +163,13 @@ class DatasetSource:
     """
 
     def __init__(self, dataset: Any, chunks: Chunks, order: Order, options: dict[str, Any]) -> None:
-        self._chunks = chunks
+        super().__init__(chunks)
         self._order = order
         self._indices = _IndexLists()
         self._generator = torch.Generator()
         self._loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
             dataset, batch_sampler=self._indices, generator=self._generator, **options
         )
-
-    @property
-    def batch_size(self) -> int | None:
-        """Samples of a full batch over all ranks."""
-        return self._chunks.batch_size
-
-    @property
-    def length(self) -> int | None:
-        """Batches of an epoch."""
-        return self._chunks.length
 
     def read(self, epoch: int, start: int, reader: Reader) -> Iterator[Batch]:
         """Yields this rank's part of the epoch's batches, from the sample ``start`` on."""

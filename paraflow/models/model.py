@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
 from paraflow.errors import ModelError
-from paraflow.models.recipe import configure, recipe_of
+from paraflow.models import recipe
+from paraflow.models.recipe import recipe_of
 from paraflow.models.step import call_with_inputs, supervised_step
 
 
@@ -29,32 +30,7 @@ class Model(nn.Module):
         ['accuracy', 'loss', 'lr']
     """
 
-    def configure(
-        self,
-        *,
-        optimizer: Any = "adamw",
-        lr: float = 1e-3,
-        weight_decay: float | None = None,
-        schedule: Any = None,
-        warmup: int | float = 0,
-        loss: str | Callable[..., Any] | None = None,
-        metrics: Sequence[Any] | Mapping[str, Any] = (),
-        weight: Callable[[Any], Any] | None = None,
-        **optimizer_options: Any,
-    ) -> Self:
-        """Says how the model is trained, and returns it; see `paraflow.configure` for each argument."""
-        return configure(
-            self,
-            optimizer=optimizer,
-            lr=lr,
-            weight_decay=weight_decay,
-            schedule=schedule,
-            warmup=warmup,
-            loss=loss,
-            metrics=metrics,
-            weight=weight,
-            **optimizer_options,
-        )
+    configure = recipe.configure
 
     def training_step(self, batch: Any) -> Any:
         """Returns the loss of a micro-batch.

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import paraflow as pf
 from tests.parity.runs import Measured, assert_same, by_hand, by_trainer
+from tests.parity.tasks import CASES
 from tests.plugins.toy_pipeline import ToyPipeline
 from tests.plugins.toy_shard import ToyShard
 
@@ -38,6 +40,30 @@ def test_pipeline_trains_alike(ranks: Any, world_size: int, accumulate: int) -> 
     reference = by_hand("classification", 23, BATCH, clip_norm=0.2)
     for measured in ranks(world_size, piped, 23, accumulate=accumulate, clip_norm=0.2):
         assert_same(measured, reference)
+
+
+def resumed(folder: str, stop_at: int | None, resume: bool, degree: int) -> dict[str, Any]:
+    plugins = [ToyShard(degree)] if degree > 1 else []
+    trainer = pf.Trainer(
+        max_epochs=2,
+        max_steps=stop_at,
+        seed=5,
+        progress=False,
+        plugins=plugins,
+        callbacks=[pf.callbacks.Checkpoint(folder)],
+    )
+    case = CASES["classification"]
+    trainer.fit(case.model(), case.data(23), batch_size=BATCH, resume=folder if resume else None)
+    return {name: value.clone() for name, value in trainer.engine.state_dict()["model"].items()}
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 2), (2, 1), (1, 3)])
+def test_a_run_saved_under_one_plan_goes_on_under_another(ranks: Any, tmp_path: Path, first: int, second: int) -> None:
+    reference = by_hand("classification", 23, BATCH)
+    ranks(first, resumed, str(tmp_path), 4, False, first)
+    for parameters in ranks(second, resumed, str(tmp_path), None, True, second):
+        for name, value in reference.parameters.items():
+            torch.testing.assert_close(parameters[name], value, rtol=1e-5, atol=1e-6)
 
 
 def test_shards_in_fp16_agree_on_what_is_finite(ranks: Any) -> None:

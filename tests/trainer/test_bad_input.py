@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,6 +121,15 @@ def test_refused_in_the_first_step(case: str) -> None:
     returned, error, sentence = FIRST_STEP[case]
     with pytest.raises(error, match=sentence):
         fit(Bare(returned))
+
+
+def test_a_script_ends_with_the_sentence_and_a_failure(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch, paraflow as pf\npf.Trainer(dp=2).fit(torch.nn.Linear(1, 1), torch.ones(4, 1))\n")
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith("paraflow.errors.PlanError: [degrees-fill-world] The plan (dp=2)")
+    assert result.stdout == ""
 
 
 def test_no_loss_said() -> None:
