@@ -3,6 +3,7 @@
     step-00000100/
         tensors.safetensors     every tensor, by its path in the state
         state.json              the rest of the state, with a mark where a tensor belongs
+        checksums.json          the SHA-256 of both
 
 Nothing in it is ever unpickled, or imported by a name found in it. A folder is written beside its place, synced to the
 disk and then renamed: under its own name it is whole, or it is not there.
@@ -10,6 +11,7 @@ disk and then renamed: under its own name it is whole, or it is not there.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -22,7 +24,7 @@ import torch
 from paraflow.errors import CheckpointError
 
 VERSION = 1
-_TENSORS, _STATE = "tensors.safetensors", "state.json"
+_TENSORS, _STATE, _CHECKSUMS = "tensors.safetensors", "state.json", "checksums.json"
 _TENSOR, _TUPLE = "__tensor__", "__tuple__"
 
 
@@ -32,6 +34,7 @@ def write(folder: Path, state: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: The state holds what is neither a tensor nor plain data, or the disk refuses it.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors = _Tensors()
@@ -42,28 +45,29 @@ def write(folder: Path, state: Mapping[str, Any]) -> None:
         aside.mkdir(parents=True)
         save_file(tensors.by_path, aside / _TENSORS)
         (aside / _STATE).write_text(json.dumps(plain), encoding="utf-8")
-        for part in (aside / _TENSORS, aside / _STATE, aside):
+        sums = {name: _checksum(aside / name) for name in (_TENSORS, _STATE)}
+        (aside / _CHECKSUMS).write_text(json.dumps(sums), encoding="utf-8")
+        for part in (aside / _TENSORS, aside / _STATE, aside / _CHECKSUMS, aside):
             _sync(part)
         _put_in_place(aside, folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
+        why = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"The checkpoint {str(folder)!r} could not be written: {error.strerror or error}. What was there before is "
-            "as it was."
+            f"The checkpoint {str(folder)!r} could not be written: {why}. What was there before is as it was."
         ) from error
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Reads the state of a folder.
+    """Reads the state of a folder; damage is found before anything is taken from it.
 
     Raises:
-        CheckpointError: The folder is no checkpoint, is not whole, or is of another version.
+        CheckpointError: The folder is no checkpoint, is damaged, or is of another version.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    if not (folder / _STATE).is_file() or not (folder / _TENSORS).is_file():
-        raise CheckpointError(f"{str(folder)!r} is no checkpoint: it has no {_STATE} with {_TENSORS}.")
+    _require_intact(folder)
     try:
         plain = json.loads((folder / _STATE).read_text(encoding="utf-8"))
         tensors = load_file(folder / _TENSORS)
@@ -78,6 +82,27 @@ def read(folder: Path) -> dict[str, Any]:
     except KeyError as error:
         raise CheckpointError(f"The checkpoint {str(folder)!r} lacks the tensor {error}.") from error
     return state
+
+
+def _require_intact(folder: Path) -> None:
+    missing = [name for name in (_TENSORS, _STATE, _CHECKSUMS) if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(f"{str(folder)!r} is no whole checkpoint: it has no {' and no '.join(missing)}.")
+    try:
+        sums = json.loads((folder / _CHECKSUMS).read_text(encoding="utf-8"))
+        damaged = [name for name in (_TENSORS, _STATE) if sums.get(name) != _checksum(folder / name)]
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"The checksums of {str(folder)!r} cannot be read: {error}.") from error
+    if damaged:
+        raise CheckpointError(
+            f"The checkpoint {str(folder)!r} is damaged: {' and '.join(damaged)} changed since it was written. Resume "
+            "from another."
+        )
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _put_in_place(aside: Path, folder: Path) -> None:
@@ -97,8 +122,11 @@ def _split(value: Any, path: str, tensors: _Tensors) -> Any:
         return {_TENSOR: tensors.keep(value, path)}
     if isinstance(value, Mapping):
         for key in value:
-            if not isinstance(key, str):
-                raise CheckpointError(f"The state has the key {key!r} at {path or 'its top'}; keys must be strings.")
+            if not isinstance(key, str) or key in (_TENSOR, _TUPLE):
+                raise CheckpointError(
+                    f"The state has the key {key!r} at {path or 'its top'}; keys must be strings, and not a mark of "
+                    "the format."
+                )
         return {key: _split(child, f"{path}/{key}" if path else key, tensors) for key, child in value.items()}
     if isinstance(value, (list, tuple)):
         items = [_split(child, f"{path}/{place}", tensors) for place, child in enumerate(value)]
