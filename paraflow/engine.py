@@ -23,7 +23,7 @@ from torch import nn
 
 from paraflow.data.batch import Batch, MicroBatch, map_tensors
 from paraflow.errors import ModelError
-from paraflow.loss import StepOutput, read_step
+from paraflow.loss import StepOutput, read_step, require_no_gradient_of_nothing
 from paraflow.mesh import Mesh
 from paraflow.models.task import Task
 from paraflow.normaliser import Normaliser
@@ -188,6 +188,7 @@ class Engine:
         for parameter in self.parameters:
             parameter.grad = None
         self.last_norm = None
+        self._normaliser.begin(batch)
         outputs = self._run(batch)
         for reduce in self._reductions:
             reduce(self)
@@ -227,6 +228,8 @@ class Engine:
         loss.backward()  # type: ignore[no-untyped-call]
         for listener in hooks.after_backward:
             listener()
+        if output.counted:
+            require_no_gradient_of_nothing(output, self.gradients())
         release_graph(output, keep_output=self.keep_outputs)
         for listener in hooks.micro_batch_end:
             listener()

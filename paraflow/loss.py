@@ -1,7 +1,9 @@
 """The loss contract: what a step may return, and how it becomes one number with a weight.
 
 A step returns the mean loss of its micro-batch, or ``(sum, count)``, or a dict with ``loss`` (either of the two) and,
-if wanted, ``weight`` (what the mean is over), ``output`` and ``target`` for the metrics, and other scalars to log.
+if wanted, ``weight`` (what the mean is over), ``output`` and ``target`` for the metrics, and other scalars to log,
+which are averaged with the same weights. Where a micro-batch may hold no items at all, ``(sum, count)`` is safest: a
+mean over nothing is NaN.
 
 The gradient of an optimizer step is that of the mean over all items of the whole global batch:
 sum over micro-batches and ranks of weight × loss, divided by the sum of the weights.
@@ -9,8 +11,10 @@ sum over micro-batches and ranks of weight × loss, divided by the sum of the we
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import numbers
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +57,7 @@ def read_step(returned: Any, samples: int) -> StepOutput:
 
     Example:
         >>> read_step((torch.tensor(6.0), 3), samples=2)
-        StepOutput(loss=tensor(2.), weight=3, counted=True, output=None, target=None, values={})
+        StepOutput(loss=tensor(2.), weight=3.0, counted=True, output=None, target=None, values={})
         >>> read_step(torch.zeros(4), samples=4)
         Traceback (most recent call last):
         paraflow.errors.ModelError: The loss must be a scalar tensor, and has shape (4,); return its mean, or ...
@@ -72,6 +76,8 @@ def _read_mapping(returned: Mapping[str, Any], samples: int) -> StepOutput:
         )
     output = _read_loss(returned["loss"], returned.get("weight"), samples)
     output.output, output.target = returned.get("output"), returned.get("target")
+    if output.counted and not isinstance(returned["loss"], tuple):
+        _stop_gradient_of_nothing(output)
     if not returned.keys() <= _KNOWN:
         output.values = {key: _value(key, value) for key, value in returned.items() if key not in _KNOWN}
     return output
@@ -92,9 +98,39 @@ def _read_loss(loss: Any, weight: Any, samples: int) -> StepOutput:
         return StepOutput(_scalar(loss), samples)
     weight = _weight(weight, samples)
     if not isinstance(weight, torch.Tensor):
-        weight = torch.tensor(float(weight), device=loss.device)
-    # The mean of nothing is NaN in most models; with no items it has no part in the step.
+        weight = torch.full((), float(weight), device=loss.device)
     return StepOutput(torch.where(weight > 0, _scalar(loss), 0.0), weight, counted=True)
+
+
+def _stop_gradient_of_nothing(output: StepOutput) -> None:
+    """Keeps a mean over zero items, which is NaN in most models, out of the gradient.
+
+    Hiding the NaN in forward is not enough: backward through 0 / 0 is NaN again. It is stopped where it reaches the
+    model's output, so that backward still runs through the whole model and collectives in it match on every rank.
+    """
+    prediction = output.output
+    if isinstance(prediction, torch.Tensor) and prediction.requires_grad:
+        stop = partial(_where_there_are_items, torch.as_tensor(output.weight))
+        prediction.register_hook(stop)  # type: ignore[no-untyped-call]
+
+
+def require_no_gradient_of_nothing(output: StepOutput, gradients: Sequence[torch.Tensor]) -> None:
+    """Refuses a micro-batch without items whose backward left NaN; looked for on the host, where looking is free.
+
+    Raises:
+        ModelError: There is NaN in the gradients.
+    """
+    if output.loss.device.type != "cpu" or float(output.weight) > 0:
+        return
+    if not all(bool(gradient.isfinite().all()) for gradient in gradients):
+        raise ModelError(
+            "A micro-batch had 0 items, and the gradient of its mean loss is NaN. Return (sum, count) from the step, or "
+            "add 'output', the model's output tensor, to its dict."
+        )
+
+
+def _where_there_are_items(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    return torch.where(weight > 0, gradient, 0.0)
 
 
 def _scalar(loss: torch.Tensor) -> torch.Tensor:
@@ -114,15 +150,16 @@ def _weight(weight: Any, samples: int) -> float | torch.Tensor:
         if weight.numel() != 1:
             raise ModelError(f"The weight of a loss must be one number, and has shape {tuple(weight.shape)}.")
         return weight.detach().reshape(())
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not weight >= 0:
+    number = float(weight) if isinstance(weight, numbers.Real) else -1.0
+    if not number >= 0:
         raise ModelError(f"The weight of a loss must be a number of items, 0 or more, not {weight!r}.")
-    return weight
+    return number
 
 
 def _value(key: str, value: Any) -> torch.Tensor:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.detach().reshape(())
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if isinstance(value, numbers.Real):
         return torch.tensor(float(value))
     raise ModelError(
         f"The step returned {key!r} of type {type(value).__name__}; beside 'loss', 'weight', 'output' and 'target' a "

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
-from paraflow.errors import PlanError
+from paraflow.errors import DataError, PlanError
 from paraflow.launch.environment import local_rank, rank, world_size
 from paraflow.plan import DATA_DEGREES, DEGREES, Plan
 
@@ -157,32 +157,40 @@ class Mesh:
         """
         if self.data_ranks == 1:
             return rows
+        self._require_same_rows(rows)
         padded = rows.new_zeros((max(counts), *rows.shape[1:]))
         padded[: rows.shape[0]] = rows
-        gathered = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(gathered, padded, group=self.data_group)
+        gathered = _all_gather(padded, self.data_group)
         return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
+
+    def _require_same_rows(self, rows: torch.Tensor) -> None:
+        shape = torch.zeros(8, dtype=torch.int64)
+        shape[: rows.dim() - 1] = torch.tensor(rows.shape[1:], dtype=torch.int64)
+        shapes = _all_gather(shape, self.data_group)
+        if any(not torch.equal(shape, other) for other in shapes):
+            rest = {tuple(n for n in other.tolist() if n) for other in shapes}
+            raise DataError(
+                f"Rows of different shapes cannot be joined: the ranks have rows of {sorted(rest)}. Pad outputs to one "
+                "length, or return one number or vector of a fixed size a sample."
+            )
 
     def gather_numbers(self, number: int) -> list[int]:
         """Returns every data rank's number, in order of rank."""
         if self.data_ranks == 1:
             return [number]
-        box = torch.tensor([number], dtype=torch.int64, device=self._number_device)
-        return [int(n) for n in self.gather_rows(box, [1] * self.data_ranks).tolist()]
+        return [int(n) for n in _all_gather(torch.tensor([number], dtype=torch.int64), self.data_group)]
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Returns every rank's tensor, in order of rank over the whole world; shapes must agree."""
         if self.world_size == 1:
             return [tensor]
-        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(gathered, tensor)
-        return gathered
+        return _all_gather(tensor, dist.distributed_c10d._get_default_group())
 
     def broadcast(self, value: float) -> float:
         """Returns rank 0's number on every rank."""
         if self.world_size == 1:
             return value
-        box = torch.tensor([value], dtype=torch.float64, device=self._number_device)
+        box = torch.tensor([value], dtype=torch.float64)
         dist.broadcast(box, src=0)
         return float(box.item())
 
@@ -191,9 +199,15 @@ class Mesh:
         if self.world_size > 1:
             dist.barrier()
 
-    @property
-    def _number_device(self) -> torch.device:
-        return self.device if self.device.type == "cuda" else torch.device("cpu")
+    def agrees(self, number: int) -> bool:
+        """Whether every data rank has the same number; the answer is the same on all of them."""
+        return len(set(self.gather_numbers(number))) == 1
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank of the world says yes."""
+        if self.world_size == 1:
+            return flag
+        return bool(max(int(said) for said in self.all_gather(torch.tensor([int(flag)]))))
 
     def _place(self, dims: Sequence[str]) -> int:
         """This rank's row-major place within the given dimensions."""
@@ -204,6 +218,12 @@ class Mesh:
         for dim in dims:
             place = place * self.degree(dim) + coordinates[dim]
         return place
+
+
+def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, tensor, group=group)
+    return gathered
 
 
 def _device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:

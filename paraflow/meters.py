@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from paraflow.engine import StepResult
+from paraflow.errors import ModelError
 from paraflow.loss import StepOutput
 from paraflow.mesh import Mesh
+from paraflow.normaliser import weighted_sums
 
 _KEEP = 1024
 
@@ -43,43 +46,28 @@ class MeanMeter:
     def _flush(self) -> None:
         if not self._pending:
             return
-        weights = _stack([output.weight for output in self._pending])
-        self._accumulate("loss", _stack([output.loss for output in self._pending]), weights)
-        for key in {key: None for output in self._pending for key in output.values}:
-            having = [output for output in self._pending if key in output.values]
-            values, of_those = _stack([o.values[key] for o in having]), _stack([o.weight for o in having])
-            self._accumulate(key, values, of_those)
+        for key in ("loss", *_value_keys(self._pending)):
+            total, weight = self._sums.get(key, (0.0, 0.0))
+            more = _sums(self._pending, key).tolist()
+            self._sums[key] = (total + more[0], weight + more[1])
         self._pending.clear()
-
-    def _accumulate(self, key: str, values: torch.Tensor, weights: torch.Tensor) -> None:
-        # A stand-in weighs nothing, whatever its value is.
-        weighted = torch.where(weights > 0, values * weights, 0.0).sum()
-        total, weight = self._sums.get(key, (0.0, 0.0))
-        self._sums[key] = (total + float(weighted), weight + float(weights.sum()))
 
     def compute(self) -> dict[str, float]:
         """Returns the means over all ranks: a collective."""
+        return {key: total / weight if weight else float("nan") for key, (total, weight) in self._over_ranks().items()}
+
+    def _over_ranks(self) -> dict[str, tuple[float, float]]:
         self._flush()
         keys = list(self._sums)
+        require_same_keys(keys, self._mesh)
         if not keys:
             return {}
         sums = torch.tensor([self._sums[key] for key in keys], dtype=torch.float64)
-        if self._mesh.device.type == "cuda":
-            sums = sums.to(self._mesh.device)
-        means = self._mesh.all_reduce(sums)
-        return {
-            key: float(total / weight) if weight else float("nan")
-            for key, (total, weight) in zip(keys, means.tolist(), strict=True)
-        }
+        return {key: (pair[0], pair[1]) for key, pair in zip(keys, self._mesh.all_reduce(sums).tolist(), strict=True)}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the sums over all ranks: a collective."""
-        self._flush()
-        keys = list(self._sums)
-        sums = torch.tensor([self._sums[key] for key in keys], dtype=torch.float64)
-        if keys:
-            sums = self._mesh.all_reduce(sums.to(self._mesh.device) if self._mesh.device.type == "cuda" else sums)
-        return {key: list(pair) for key, pair in zip(keys, sums.tolist(), strict=True)}
+        return {key: list(pair) for key, pair in self._over_ranks().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up sums that were saved; data rank 0 holds them, so that they count once."""
@@ -90,13 +78,30 @@ class MeanMeter:
             self._sums = dict.fromkeys(state, (0.0, 0.0))
 
 
-def _stack(values: Sequence[Any]) -> torch.Tensor:
-    """Numbers and 0-dim tensors as one float64 tensor on the host."""
-    if any(isinstance(value, torch.Tensor) for value in values):
-        device = next(value.device for value in values if isinstance(value, torch.Tensor))
-        stacked = torch.stack([torch.as_tensor(value, device=device).detach() for value in values])
-        return stacked.cpu().double()
-    return torch.tensor(values, dtype=torch.float64)
+def _value_keys(outputs: Sequence[StepOutput]) -> list[str]:
+    """The names of the scalars beside the loss."""
+    return list({key: None for output in outputs for key in output.values})
+
+
+def _sums(outputs: Sequence[StepOutput], key: str) -> torch.Tensor:
+    """The sums (weight × value, weight) of one scalar over the micro-batches that have it: shape [2]."""
+    if key == "loss":
+        return weighted_sums(outputs)
+    having = [StepOutput(output.values[key], output.weight) for output in outputs if key in output.values]
+    return weighted_sums(having)
+
+
+def require_same_keys(keys: Sequence[str], mesh: Mesh) -> None:
+    """Refuses scalars that only some ranks have: they could not be averaged.
+
+    Raises:
+        ModelError: Ranks have different scalars; raised on every rank.
+    """
+    if not mesh.agrees(zlib.crc32("\n".join(keys).encode())):
+        raise ModelError(
+            f"The ranks' steps returned different scalars; this one returned {', '.join(keys)}. Return the same keys, "
+            "in the same order, in every step on every rank."
+        )
 
 
 def step_means(result: StepResult, mesh: Mesh) -> dict[str, torch.Tensor]:
@@ -107,17 +112,10 @@ def step_means(result: StepResult, mesh: Mesh) -> dict[str, torch.Tensor]:
     outputs = result.outputs
     if len(outputs) == 1 and mesh.data_ranks == 1:
         return {"loss": outputs[0].loss, **outputs[0].values}
-    keys = list({key: None for output in outputs for key in output.values})
+    keys = _value_keys(outputs)
+    if keys:
+        require_same_keys(keys, mesh)
     device = outputs[0].loss.device
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    weights = torch.stack([torch.as_tensor(output.weight, device=device) for output in outputs]).to(dtype)
-    columns = [weights] + [_column(outputs, key).to(dtype) * weights for key in ("loss", *keys)]
-    sums = mesh.all_reduce(torch.where(weights > 0, torch.stack(columns), 0.0).sum(dim=1))
-    return {key: sums[place] / sums[0] for place, key in enumerate(("loss", *keys), 1)}
-
-
-def _column(outputs: Sequence[StepOutput], key: str) -> torch.Tensor:
-    if key == "loss":
-        return torch.stack([output.loss for output in outputs])
-    device = outputs[0].loss.device
-    return torch.stack([torch.as_tensor(output.values.get(key, 0.0), device=device) for output in outputs])
+    sums = torch.stack([_sums(outputs, key).to(device) for key in ("loss", *keys)])
+    total, weight = mesh.all_reduce(sums).unbind(1)
+    return {key: total[place] / weight[place] for place, key in enumerate(("loss", *keys))}

@@ -8,7 +8,6 @@ backward starts from an estimate of it, and the gradients are corrected once at 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -21,8 +20,8 @@ from paraflow.mesh import Mesh
 class Normaliser:
     """Finds what each micro-batch's loss is multiplied by.
 
-    The estimate is a power of two, and scaling by one rounds nothing, so results do not depend on it: it is found in
-    the first step and kept.
+    The estimate is the total of the step before, rounded to a power of two. Scaling by one rounds nothing, so results
+    do not depend on it; it only keeps 16-bit gradients in range.
 
     Args:
         mesh: The ranks the batch is divided over.
@@ -34,21 +33,25 @@ class Normaliser:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._estimate = 0.0
+        self._last_total: torch.Tensor | None = None
+        self._estimate: torch.Tensor | None = None
         self.totals: torch.Tensor | None = None
+
+    def begin(self, batch: Batch) -> None:
+        """Makes ready for a step."""
+        self.totals = None
+        self._estimate = None
 
     def factor(self, output: StepOutput, batch: Batch) -> float | torch.Tensor:
         """Returns what a micro-batch's mean loss is multiplied by before backward."""
         ranks = self._mesh.data_ranks
         if not output.counted:
-            self.totals = None
             return float(output.weight) * ranks / batch.samples
         if len(batch.micro_batches) > 1:
-            return output.weight * (ranks / self._estimated_total(output, batch))
+            return (output.weight * (ranks / self._estimated_total(output, batch))).to(output.loss.dtype)
         if ranks == 1:
-            self.totals = None
             return 1.0
-        self.totals = self._mesh.all_reduce(_weighted([output]))
+        self.totals = self._mesh.all_reduce(weighted_sums([output]))
         share = output.weight * ranks / self.totals[1]
         return torch.where(self.totals[1] > 0, share, 0.0).to(output.loss.dtype)
 
@@ -56,22 +59,41 @@ class Normaliser:
         """Returns what the reduced gradients are multiplied by once, or None for nothing."""
         if len(batch.micro_batches) == 1 or not outputs[0].counted:
             return None
-        self.totals = self._mesh.all_reduce(_weighted(outputs))
-        share = self._estimate / self.totals[1]
+        self.totals = self._mesh.all_reduce(weighted_sums(outputs))
+        self._last_total = self.totals[1]
+        share = self._estimated_total(outputs[0], batch) / self.totals[1]
         return torch.where(self.totals[1] > 0, share, 0.0).to(outputs[0].loss.dtype)
 
-    def _estimated_total(self, output: StepOutput, batch: Batch) -> float:
-        if not self._estimate:
-            weight = torch.as_tensor(output.weight, dtype=torch.float32, device=output.loss.device).clone()
-            total = float(self._mesh.all_reduce(weight)) * len(batch.micro_batches)
-            self._estimate = 2.0 ** round(math.log2(max(total, 1.0)))
+    def _estimated_total(self, output: StepOutput, batch: Batch) -> torch.Tensor:
+        if self._estimate is None:
+            total = torch.full((), float(batch.samples), dtype=sum_dtype(output.loss.device), device=output.loss.device)
+            if self._last_total is not None:
+                total = torch.maximum(total, self._last_total)
+            self._estimate = total.log2().round().exp2()
         return self._estimate
 
 
-def _weighted(outputs: Sequence[StepOutput]) -> torch.Tensor:
-    """The sums (weight × loss, weight) over this rank's micro-batches."""
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """The dtype that sums are taken in: float64 where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def stack_numbers(values: Sequence[float | torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Returns numbers and 0-dim tensors as one tensor on a device; numbers are filled in there, not copied."""
+    dtype = sum_dtype(device)
+    return torch.stack(
+        [
+            value.detach().to(device, dtype)
+            if isinstance(value, torch.Tensor)
+            else torch.full((), value, dtype=dtype, device=device)
+            for value in values
+        ]
+    )
+
+
+def weighted_sums(outputs: Sequence[StepOutput]) -> torch.Tensor:
+    """Returns the sums (weight × loss, weight) over this rank's micro-batches: shape [2]."""
     device = outputs[0].loss.device
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    losses = torch.stack([output.loss.detach() for output in outputs]).to(dtype)
-    weights = torch.stack([torch.as_tensor(output.weight, device=device) for output in outputs]).to(dtype)
-    return torch.stack([(losses * weights).sum(), weights.sum()])
+    losses = stack_numbers([output.loss for output in outputs], device)
+    weights = stack_numbers([output.weight for output in outputs], device)
+    return torch.stack([torch.where(weights > 0, losses * weights, 0.0).sum(), weights.sum()])

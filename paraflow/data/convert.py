@@ -195,7 +195,7 @@ def _collates_columns(loader: DataLoader[Any]) -> bool:
 
 def _sampler_length(loader: DataLoader[Any], name: str) -> int:
     # A DistributedSampler has the length of one rank's part, and is divided anew.
-    divided = isinstance(loader.sampler, DistributedSampler)
+    divided = type(loader.sampler) is DistributedSampler
     samples = _length(loader.dataset if divided else loader.sampler)
     if samples is None:
         raise DataError(

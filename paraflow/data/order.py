@@ -38,7 +38,7 @@ class RandomStream:
     """
 
     def __init__(self, seed: int, epoch: int) -> None:
-        self._seed: int | None = epoch_seed(seed, epoch)
+        self._seed = epoch_seed(seed, epoch)
         self._own: tuple[Any, Any, Any] | None = None
         self._outer: tuple[Any, Any, Any] | None = None
 
@@ -47,15 +47,29 @@ class RandomStream:
         if self._own is not None:
             _set_random_state(self._own)
             return
-        assert self._seed is not None
-        torch.default_generator.manual_seed(self._seed)
-        random.seed(self._seed)
-        np.random.seed(self._seed % 2**32)
+        seed_generators(self._seed)
 
     def __exit__(self, *_: object) -> None:
         assert self._outer is not None
         self._own = _random_state()
         _set_random_state(self._outer)
+
+
+def seed_generators(seed: int) -> None:
+    """Sets torch's CPU generator, Python's and numpy's to a seed."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+@contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Runs a block, and puts torch's CPU generator, Python's and numpy's back to where they were."""
+    state = _random_state()
+    try:
+        yield
+    finally:
+        _set_random_state(state)
 
 
 def _random_state() -> tuple[Any, Any, Any]:

@@ -12,6 +12,7 @@ import torch
 from paraflow.data.batch import Batch, MicroBatch, count_rows, map_tensors, take_rows
 from paraflow.data.division import Division, rows_to_read
 from paraflow.data.order import epoch_seed, sampled, shuffled
+from paraflow.data.seeded import SeededDataset
 
 Order = Callable[[int, int], Any]
 """From (seed, epoch) to the order of the samples: an int64 tensor, a list of indices, or None for as they lie."""
@@ -168,14 +169,14 @@ class DatasetSource(_Chunked):
         self._indices = _IndexLists()
         self._generator = torch.Generator()
         self._loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
-            dataset, batch_sampler=self._indices, generator=self._generator, **options
+            SeededDataset(dataset), batch_sampler=self._indices, generator=self._generator, **options
         )
 
     def read(self, epoch: int, start: int, reader: Reader) -> Iterator[Batch]:
         """Yields this rank's part of the epoch's batches, from the sample ``start`` on."""
         order = self._order(reader.seed, epoch)
         bounds = list(self._chunks.bounds(start))
-        self._indices.lists = _index_lists(order, bounds, reader.division)
+        self._indices.begin(_index_lists(order, bounds, reader.division), epoch_seed(reader.seed, epoch))
         self._generator.manual_seed(epoch_seed(reader.seed, epoch))
         fetched = iter(self._loader)
         for first, rows in bounds:
@@ -187,17 +188,25 @@ class DatasetSource(_Chunked):
         """Returns a batch of the first samples, for measuring."""
         dataset: Any = self._loader.dataset
         collate: Callable[[list[Any]], Any] = self._loader.collate_fn
-        return collate([dataset[index] for index in range(min(rows, len(dataset)))])
+        return collate([dataset[0, index] for index in range(min(rows, len(dataset)))])
 
 
 class _IndexLists:
-    """A batch sampler whose lists are set anew for each epoch, so that one loader keeps its workers."""
+    """A batch sampler whose lists are set anew for each epoch, so that one loader keeps its workers.
+
+    It yields pairs (seed of the epoch, index), as `SeededDataset` takes them.
+    """
 
     def __init__(self) -> None:
-        self.lists: Iterable[list[int]] = ()
+        self._lists: Iterable[list[int]] = ()
+        self._seed = 0
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.lists)
+    def begin(self, lists: Iterable[list[int]], seed: int) -> None:
+        """Sets an epoch's lists of indices, and its seed."""
+        self._lists, self._seed = lists, seed
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return ([(self._seed, index) for index in indices] for indices in self._lists)
 
 
 def _index_lists(order: Any, bounds: list[tuple[int, int]], division: Division) -> Iterator[list[int]]:
@@ -219,7 +228,7 @@ class IndexBatchSource:
         self._indices = _IndexLists()
         self._generator = torch.Generator()
         self._loader: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(
-            dataset, batch_sampler=self._indices, generator=self._generator, **options
+            SeededDataset(dataset), batch_sampler=self._indices, generator=self._generator, **options
         )
 
     @property
@@ -237,7 +246,7 @@ class IndexBatchSource:
         lists = _after([list(indices) for indices in sampled(self._batch_sampler, reader.seed, epoch)], start)
         self._generator.manual_seed(epoch_seed(reader.seed, epoch))
         mine = [_pad(indices, piece) for indices in lists for piece in reader.division.micro_batches(len(indices))]
-        self._indices.lists = mine
+        self._indices.begin(mine, epoch_seed(reader.seed, epoch))
         fetched = iter(self._loader)
         for number, indices in enumerate(lists, 1):
             pieces = reader.division.micro_batches(len(indices))
@@ -265,9 +274,9 @@ def sampler_order(sampler: Any, samples: int) -> Order:
     from torch.utils.data import RandomSampler, SequentialSampler
     from torch.utils.data.distributed import DistributedSampler
 
-    if type(sampler) is SequentialSampler or (isinstance(sampler, DistributedSampler) and not sampler.shuffle):
+    if type(sampler) is SequentialSampler or (type(sampler) is DistributedSampler and not sampler.shuffle):
         return lambda seed, epoch: None
     plain_random = type(sampler) is RandomSampler and not sampler.replacement and _draws_all(sampler)
-    if plain_random or isinstance(sampler, DistributedSampler):
+    if plain_random or type(sampler) is DistributedSampler:
         return lambda seed, epoch: shuffled(samples, seed, epoch)
     return lambda seed, epoch: sampled(sampler, seed, epoch)

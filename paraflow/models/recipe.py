@@ -55,6 +55,8 @@ class Recipe:
             raise ModelError(f"warmup must be a number of steps, or a share of them below 1, not {self.warmup!r}.")
         if isinstance(self.metrics, str):
             raise ModelError(f"metrics must be a list or a mapping; write metrics=[{self.metrics!r}].")
+        if isinstance(self.loss, type):
+            raise ModelError(f"loss is the class {self.loss.__name__}; write {self.loss.__name__}().")
         if self.loss is not None and not isinstance(self.loss, str) and not callable(self.loss):
             raise ModelError(f"loss must be a name or a function (output, target), not a {type(self.loss).__name__}.")
         if self.weight is not None and not callable(self.weight):
@@ -105,9 +107,17 @@ def configure(
         weight=weight,
         optimizer_options=optimizer_options,
     )
+    _require_module(module)
     # Past nn.Module.__setattr__, which would register a loss module's parameters as the model's own.
     module.__dict__[_ATTRIBUTE] = recipe
     return module
+
+
+def _require_module(module: object) -> None:
+    if isinstance(module, nn.Module):
+        return
+    made = f"; write configure({module.__name__}(...))" if isinstance(module, type) else ""
+    raise ModelError(f"configure takes a module, not {module!r}{made}.")
 
 
 def recipe_of(module: nn.Module) -> Recipe:
