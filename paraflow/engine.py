@@ -68,6 +68,7 @@ class _Steps(nn.Module):
     def __init__(self, task: Task) -> None:
         super().__init__()
         self.module = task.module
+        self._recipe = task.recipe
         self._task = (task,)
 
     def forward(self, step: str, batch: Any) -> Any:
@@ -87,6 +88,7 @@ class Engine:
         module: The user's own module; its parameters keep their names under every plan.
         mesh: The ranks.
         plan: The plan.
+        trained: The names of the parameters that are trained.
         shapes: The shapes of parameters and buffers by name, as one device holds them.
         parameters: The parameters that are trained, as the plugins left them.
         optimizer: The optimizer; there once `prepare_optimizer` has run.
@@ -103,6 +105,7 @@ class Engine:
     def __init__(self, task: Task, mesh: Mesh, plugins: Sequence[Plugin]) -> None:
         self.task = task
         self.module = task.module
+        self._recipe = task.recipe
         self.mesh = mesh
         self.plan: Plan = mesh.plan
         self.plugins = in_order(plugins)
@@ -115,6 +118,22 @@ class Engine:
         self._place_model()
         self._compose()
 
+    def serves(self, task: Task) -> bool:
+        """Whether this is the engine of a task as it is now: the same module, trained in the same parts and way.
+
+        Raises:
+            ModelError: The module's parts differ, and a plugin has replaced parameters by this rank's part of them.
+        """
+        if task.module is not self.module:
+            return False
+        same = self.trained == trained_parts(task.module) and task.recipe is self._recipe
+        if not same and self.partition_dims:
+            raise ModelError(
+                f"{type(self.module).__name__} was changed (frozen, unfrozen or configured anew) after a plan spread "
+                "it over ranks. Change it before the first fit, evaluate or predict."
+            )
+        return same
+
     @property
     def runs_in_turn(self) -> bool:
         """Whether micro-batches are run one after another, each forward followed by its backward."""
@@ -124,11 +143,6 @@ class Engine:
         self.module.to(self.mesh.device)
         self._before = dict(self.module.named_parameters())
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self.module.state_dict().items()}
-        if not any(p.requires_grad for p in self._before.values()):
-            raise ModelError(
-                f"{type(self.module).__name__} has nothing to train: no parameter of it requires a gradient. "
-                "Call requires_grad_(True) on what should be trained."
-            )
         steps: nn.Module = _Steps(self.task)
         wrapping = [plugin for plugin in self.plugins if plugin.overrides("transform")]
         for plugin in wrapping:
@@ -138,6 +152,7 @@ class Engine:
         )
         self._training_step = self._call("training_step")
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self.trained = trained_parts(self.module)
         self._groups = self._partition_groups()
         self.partition_dims = tuple({dim: None for dims in self._groups for dim in dims})
 
@@ -166,9 +181,19 @@ class Engine:
         return [plugin for plugin in self.plugins if plugin.overrides(method)]
 
     def prepare_optimizer(self, total_steps: int | None) -> None:
-        """Builds the optimizer and its schedule anew, over the parameters as the plugins left them."""
+        """Builds the optimizer and its schedule anew, over the parameters as the plugins left them.
+
+        Raises:
+            ModelError: There is nothing to train.
+        """
+        if not self.parameters:
+            raise ModelError(
+                f"{type(self.module).__name__} has nothing to train: no parameter of it requires a gradient. "
+                "Call requires_grad_(True) on what should be trained."
+            )
+        if isinstance(self.task.recipe.optimizer, torch.optim.Optimizer):
+            self._follow_replaced(self.task.recipe.optimizer)
         optimizer, self.schedule = self.task.build_optimizer(total_steps)
-        self._follow_replaced(optimizer)
         for plugin in self._overriding("wrap_optimizer"):
             optimizer = plugin.wrap_optimizer(optimizer, self)
         self.optimizer = optimizer
@@ -278,9 +303,9 @@ class Engine:
     def _apply(self) -> bool:
         for listener in self.hooks.before_optimizer_step:
             listener()
+        self.lr = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
         if self.schedule is not None:
-            self.lr = self.optimizer.param_groups[0]["lr"]
             self.schedule.step()
         return True
 
@@ -304,6 +329,11 @@ class Engine:
             if self.schedule is not None and state["schedule"] is not None:
                 self.schedule.load_state_dict(state["schedule"])
             self.lr = self.optimizer.param_groups[0]["lr"]
+
+
+def trained_parts(module: nn.Module) -> tuple[str, ...]:
+    """Returns the names of a module's trainable parameters."""
+    return tuple(name for name, parameter in module.named_parameters() if parameter.requires_grad)
 
 
 def release_graph(output: StepOutput, *, keep_output: bool = True) -> None:

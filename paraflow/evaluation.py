@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from paraflow.data.batch import Batch, children, map_tensors
+from paraflow.data.order import preserved_random_state
 from paraflow.engine import Engine, release_graph
 from paraflow.errors import ModelError
 from paraflow.mesh import Mesh
@@ -23,7 +24,7 @@ def inference(module: torch.nn.Module) -> Iterator[None]:
     devices = [parameter.device for parameter in module.parameters() if parameter.is_cuda][:1]
     module.eval()
     try:
-        with torch.random.fork_rng(devices), torch.no_grad():
+        with preserved_random_state(), torch.random.fork_rng(devices), torch.no_grad():
             yield
     finally:
         for layer, training in modes:
@@ -76,7 +77,13 @@ def _concatenate(parts: list[Any]) -> Any:
     if len(parts) == 1:
         return parts[0]
     columns = [list(_tensors(part)) for part in parts]
-    joined = iter([torch.cat(column) for column in zip(*columns, strict=True)])
+    try:
+        joined = iter([torch.cat(column) for column in zip(*columns, strict=True)])
+    except (RuntimeError, ValueError) as error:
+        raise ModelError(
+            f"The outputs of different batches cannot be joined: {error}. Return tensors from predict_step that agree "
+            "in all dimensions but the first; pad what differs."
+        ) from error
     return map_tensors(lambda _: next(joined), parts[0])
 
 

@@ -10,6 +10,7 @@ import torch
 from paraflow.data import Source
 from paraflow.data.batch import count_rows, to_device
 from paraflow.engine import Engine
+from paraflow.errors import DataError, ParaflowError
 from paraflow.mesh import Mesh
 from paraflow.models.task import Task
 from paraflow.planner import Choice, Footprint, choose_accumulation
@@ -42,12 +43,33 @@ def build_engine(task: Task, request: Request, device: torch.device, batch_size:
     return Engine(task, Mesh(resolved.plan, device), resolved.plugins), resolved.choices
 
 
+def require_same(engine: Engine, callbacks: int, source: Source) -> None:
+    """Refuses ranks that were given different callbacks or data: their collectives would not match.
+
+    Raises:
+        ParaflowError: The callbacks differ.
+        DataError: The data differs, as far as that shows without reading it all.
+    """
+    if not engine.mesh.agrees(callbacks):
+        raise ParaflowError(
+            "The ranks were given different callbacks (or progress). Give every rank the same, and let a callback act "
+            "on trainer.is_main only."
+        )
+    signature = getattr(source, "signature", None)
+    if signature is not None and not engine.mesh.agrees(signature()):
+        raise DataError(
+            "The ranks were given different training data. Give every rank all of it, in the same order; each reads "
+            "its share (call pf.seed(0) before making random data). For streams that differ there is pf.data.PerRank."
+        )
+
+
 def require_batch(engine: Engine, batch_size: int | None) -> None:
-    """Refuses a batch that an engine's plan cannot divide.
+    """Refuses a batch that an engine's plan cannot divide; what ``auto`` chose for another batch is forgotten.
 
     Raises:
         PlanError: It is too small for the ranks or micro-batches.
     """
+    engine.plan = engine.mesh.plan
     check(facts(engine.plan, engine.plugins, engine.mesh.device, batch_size))
 
 

@@ -124,8 +124,8 @@ def require_no_gradient_of_nothing(output: StepOutput, gradients: Sequence[torch
         return
     if not all(bool(gradient.isfinite().all()) for gradient in gradients):
         raise ModelError(
-            "A micro-batch had 0 items, and the gradient of its mean loss is NaN. Return (sum, count) from the step, or "
-            "add 'output', the model's output tensor, to its dict."
+            "A micro-batch had 0 items, and the gradient of its mean loss is NaN. Return (sum, count) from the step, "
+            "or add 'output', the model's output tensor, to its dict."
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -235,6 +236,8 @@ def _device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
 
 def _start_process_group(device: torch.device) -> None:
     if dist.is_initialized():
+        atexit.unregister(_wait_for_gloo_threads)
+        atexit.register(_wait_for_gloo_threads)  # the group is the user's to destroy, and its threads abort all the same
         return
     options: dict[str, Any] = {}
     if device.type == "cuda":
@@ -245,11 +248,46 @@ def _start_process_group(device: torch.device) -> None:
 
 
 def shutdown() -> None:
-    """Destroys the process group, if this process has one."""
+    """Destroys the process group, if this process has one, and waits until its threads hold no tensor any more."""
     if dist.is_available() and dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
+    _wait_for_gloo_threads()
     atexit.unregister(shutdown)
+
+
+def _wait_for_gloo_threads(seconds: float = 10) -> None:
+    """Waits until gloo's worker threads are asleep, for at most so many seconds.
+
+    A collective is done for its caller before gloo's worker thread has dropped it. To drop the tensors the thread takes
+    the interpreter's lock; where the interpreter is ending by then, Python (before 3.14) ends the thread, and that
+    unwinds a C++ destructor: SIGABRT. Destroying the group joins its threads only when nothing else holds the group,
+    and a `DistributedDataParallel` holds it until the interpreter ends.
+    """
+    end = time.monotonic() + seconds
+    asleep: dict[str, str] | None = None
+    while time.monotonic() < end:
+        before, asleep = asleep, _sleeping_gloo_threads()
+        if asleep == {} or (asleep is not None and asleep == before):
+            return
+        time.sleep(0.03)  # without the lock: a thread that waits for it asks every 5 ms, which its counters show
+
+
+def _sleeping_gloo_threads() -> dict[str, str] | None:
+    """The counters of gloo's worker threads by thread id; None where one is awake, or where they cannot be seen."""
+    if not os.path.isdir("/proc/self/task"):
+        time.sleep(0.1)
+        return {}
+    threads = {}
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/status") as file:  # it may end meanwhile
+            status = file.read()
+            if not status.startswith("Name:\tpt_gloo_runloop"):
+                continue
+            if "State:\tS" not in status:
+                return None
+            threads[thread] = status[status.index("voluntary_ctxt_switches") :]
+    return threads
 
 
 def cores_of_this_rank() -> int:

@@ -9,6 +9,7 @@ from paraflow.data import Division, Feed, Reader, Source
 from paraflow.engine import Engine
 from paraflow.interval import Interval
 from paraflow.meters import MeanMeter
+from paraflow.models.losses import gives_probabilities
 from paraflow.models.metrics import MetricSet
 from paraflow.trigger import Trigger
 
@@ -46,6 +47,7 @@ class Run:
         """Returns the position in the data, and the sums of the epoch so far: a collective."""
         return {
             "feed": self.feed.state_dict(),
+            "val_feed": None if self.val_feed is None else self.val_feed.state_dict(),
             "meter": self.meter.state_dict(),
             "metrics": self.metrics.state_dict(),
         }
@@ -53,6 +55,8 @@ class Run:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes them up."""
         self.feed.load_state_dict(state["feed"])
+        if self.val_feed is not None and state["val_feed"] is not None:
+            self.val_feed.load_state_dict(state["val_feed"])
         self.meter.load_state_dict(state["meter"])
         self.metrics.load_state_dict(state["metrics"], first=self.feed.reader.division.rank == 0)
 
@@ -79,4 +83,6 @@ def feed_of(engine: Engine, source: Source, seed: int, name: str) -> Feed:
 def metrics_of(engine: Engine) -> MetricSet:
     """Returns the model's metrics, over the samples of all data ranks."""
     mesh = engine.mesh
-    return MetricSet(engine.task.metrics(), mesh.device, mesh.data_group if mesh.data_ranks > 1 else None)
+    group = mesh.data_group if mesh.data_ranks > 1 else None
+    task = engine.task
+    return MetricSet(task.metrics(), mesh.device, group, probabilities=gives_probabilities(task.recipe.loss))

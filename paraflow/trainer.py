@@ -35,10 +35,10 @@ from paraflow.callbacks.dispatch import Dispatcher
 from paraflow.callbacks.progress import ProgressBar
 from paraflow.checkpoint.random import restore_random_state
 from paraflow.checkpoint.run import load, save
-from paraflow.data import Batch, Feed, Source, as_source
+from paraflow.data import Batch, Feed, Source, as_source, as_validation_source
 from paraflow.engine import Engine, StepResult
 from paraflow.errors import ParaflowError
-from paraflow.fitting import build_engine, fit_micro_batches, require_batch
+from paraflow.fitting import build_engine, fit_micro_batches, require_batch, require_same
 from paraflow.history import History
 from paraflow.interval import Interval
 from paraflow.launch.environment import is_main
@@ -103,14 +103,6 @@ class Trainer:
         steps_per_epoch: Steps of an epoch, or None where the data does not say.
         total_steps: Steps of the run, or None.
         history: The numbers of each epoch so far.
-
-    Example:
-        >>> import torch, paraflow as pf
-        >>> net = pf.configure(torch.nn.Linear(2, 1), optimizer="sgd", lr=0.1, loss="mse")
-        >>> x = torch.randn(64, 2)
-        >>> history = pf.Trainer(max_epochs=20, progress=False).fit(net, (x, x.sum(1)), batch_size=16)
-        >>> history["loss"][-1] < 1e-3
-        True
     """
 
     def __init__(
@@ -155,6 +147,7 @@ class Trainer:
         own = [ProgressBar()] if progress and not any(isinstance(c, ProgressBar) for c in callbacks) else []
         self._dispatcher = Dispatcher(self, [*callbacks, *loggers, *own])
         self._engine: Engine | None = None
+        self._choices: list[Choice] = []
         self._reset()
         if deterministic:
             make_deterministic()
@@ -167,7 +160,7 @@ class Trainer:
         self.steps_per_epoch: int | None = None
         self.total_steps: int | None = None
         self.history = History()
-        self._stopping = False
+        self._stopping = self._asked_to_stop = False
 
     @property
     def engine(self) -> Engine:
@@ -192,9 +185,9 @@ class Trainer:
         return is_main()
 
     @property
-    def callbacks(self) -> list[Callback]:
+    def callbacks(self) -> tuple[Callback, ...]:
         """The callbacks, in the order in which they are called."""
-        return self._dispatcher.callbacks
+        return tuple(self._dispatcher.callbacks)
 
     @cached_property
     def console(self) -> Console:
@@ -227,12 +220,11 @@ class Trainer:
             ParaflowError: Something that was given cannot be used; raised before training where it can be known.
         """
         source = as_source(train, batch_size=batch_size, shuffle=True, name="training data")
-        val_source = (
-            None if val is None else as_source(val, batch_size=batch_size, shuffle=False, name="validation data")
-        )
+        val_source = None if val is None else as_validation_source(val, batch_size)
         self._reset()
-        choices = self._use(model, source.batch_size)
-        choices += fit_micro_batches(self.engine, self._request, source)
+        self._engine, self._choices = self._engine_of(model, source.batch_size)
+        require_same(self.engine, self._dispatcher.signature(), source)
+        choices = [*self._choices, *fit_micro_batches(self.engine, self._request, source)]
         for line in describe(self.engine, choices, source):
             self._print(line)
         self._begin_run(source, val_source)
@@ -245,13 +237,13 @@ class Trainer:
             raise
         return self.history
 
-    def _use(self, model: nn.Module, batch_size: int | None = None) -> list[Choice]:
-        """Makes the engine of a model, unless it is there already; returns what ``auto`` chose."""
-        if self._engine is None or self._engine.module is not model:
-            self._engine, choices = build_engine(Task(model), self._request, choose_device(self._device), batch_size)
-            return choices
+    def _engine_of(self, model: nn.Module, batch_size: int | None = None) -> tuple[Engine, list[Choice]]:
+        """Returns the engine of a model, made anew unless it is there already, and what ``auto`` chose for it."""
+        task = Task(model)
+        if self._engine is None or not self._engine.serves(task):
+            return build_engine(task, self._request, choose_device(self._device), batch_size)
         require_batch(self._engine, batch_size)
-        return []
+        return self._engine, self._choices
 
     def _begin_run(self, source: Source, val_source: Source | None) -> None:
         self.steps_per_epoch = source.length
@@ -269,7 +261,8 @@ class Trainer:
         self._print(f"resumed from {folder} at step {self.step}")
 
     def _train(self) -> None:
-        self.engine.module.train()
+        if not self.engine.module.training:  # parts that were set to evaluation by themselves stay so
+            self.engine.module.train()
         self._dispatcher.start(self.step, self.mesh.broadcast)
         self._run.start(self.step)
         self._dispatcher.fire("on_train_begin")
@@ -288,10 +281,9 @@ class Trainer:
             self.epoch = run.feed.epoch
             self.epoch_complete = batch.last
             self._after_step(batch, result)
+            validated = self._validate() if run.val_trigger.at_step(self.step) else None
             if batch.last or self.finishing:
-                self._end_epoch()
-            elif run.val_trigger.at_step(self.step):
-                self._validate()
+                self._end_epoch(validated)
             fire("on_checkpoint")
             if self.finishing:
                 return
@@ -305,69 +297,75 @@ class Trainer:
         due = self._dispatcher.due(self.step)
         if not due:
             return
-        logs = Logs(step_means(result, self.mesh), lr=self.engine.lr)
-        if result.norm is not None:
-            logs["grad_norm"] = result.norm
+        norm = {} if result.norm is None else {"grad_norm": result.norm}
+        logs = Logs(step_means(result, self.mesh), lr=self.engine.lr, **norm)
         for method in due:
             method(self, logs)
+        self._agree_to_stop()
 
-    def _end_epoch(self) -> None:
+    def _end_epoch(self, validated: dict[str, float] | None) -> None:
         logs: dict[str, Any] = {**self._run.meter.compute(), **self._run.metrics.compute(), "lr": self.engine.lr}
         self.history.note(self.step, logs)
-        at_step = self._run.val_trigger.at_step(self.step)
-        if at_step or self._run.val_trigger.at_epoch(self.current_epoch + 1) or self.finishing:
-            logs.update(self._validate())
+        if validated is None and (self._run.val_trigger.at_epoch(self.current_epoch + 1) or self.finishing):
+            validated = self._validate()
+        logs.update(validated or {})
         self.history.add(self.current_epoch, logs)
         if self.epoch_complete:
             self._run.reset()
         self._dispatcher.fire("on_epoch_end", logs)
+        self._agree_to_stop()
 
     def _validate(self) -> dict[str, float]:
         if self._run.val_feed is None:
             return {}
-        return self._evaluate(self._run.val_feed, self._run.val_metrics)
-
-    def _evaluate(self, feed: Feed, metrics: MetricSet) -> dict[str, float]:
-        self._dispatcher.fire("on_validation_begin")
-        results = evaluation.evaluate(self.engine, feed, metrics)
-        logs = {f"val_{name}": value for name, value in results.items()}
+        logs = self._evaluate(self.engine, self._run.val_feed, self._run.val_metrics)
         self.history.note(self.step, logs)
+        self._agree_to_stop()
+        return logs
+
+    def _evaluate(self, engine: Engine, feed: Feed, metrics: MetricSet) -> dict[str, float]:
+        self._dispatcher.fire("on_validation_begin")
+        logs = {f"val_{name}": value for name, value in evaluation.evaluate(engine, feed, metrics).items()}
         self._dispatcher.fire("on_validation_end", logs)
         return logs
+
+    def _agree_to_stop(self) -> None:
+        self._stopping = self.mesh.any(self._asked_to_stop)
 
     @property
     def finishing(self) -> bool:
         """Whether the run ends with the step that was made last."""
         return self._stopping or self.limits.reached(self.epoch, self.step)
 
+    @property
+    def validates(self) -> bool:
+        """Whether the run has validation data."""
+        return self._run.val_feed is not None
+
     def stop(self) -> None:
-        """Ends the run after the current step; call it on every rank alike."""
-        self._stopping = True
-
-    def measured(self, name: str) -> float | None:
-        """Returns a metric's value if it was measured at the current step, else None.
-
-        Raises:
-            ParaflowError: Nothing measures it; raised once an epoch, or the first validation, has shown that.
-        """
-        self.history.require(name, validates=self._run.val_feed is not None and not self.finishing)
-        return self.history.measured(name, self.step)
+        """Asks for the run to end, from one rank or all: when the ranks next agree, after a callback, or an epoch."""
+        self._asked_to_stop = True
 
     def evaluate(self, model: nn.Module, data: Any, batch_size: int | None = None) -> dict[str, float]:
         """Returns loss and metrics of a model over data, of whatever kind `fit` takes, each sample counted once."""
-        source = as_source(data, batch_size=batch_size, shuffle=False, name="data to evaluate")
-        self._use(model)
-        logs = self._evaluate(feed_of(self.engine, source, self.seed, "data to evaluate"), metrics_of(self.engine))
+        engine, feed = self._reading(model, data, batch_size, "data to evaluate")
+        logs = self._evaluate(engine, feed, metrics_of(engine))
         return {name.removeprefix("val_"): value for name, value in logs.items()}
 
     def predict(self, model: nn.Module, data: Any, batch_size: int | None = None) -> Any:
         """Returns a model's outputs over data, in the order of the data, on every rank; targets are passed over."""
-        source = as_source(data, batch_size=batch_size, shuffle=False, name="data to predict")
-        self._use(model)
+        engine, feed = self._reading(model, data, batch_size, "data to predict")
         self._dispatcher.fire("on_predict_begin")
-        outputs = evaluation.predict(self.engine, feed_of(self.engine, source, self.seed, "data to predict"))
+        outputs = evaluation.predict(engine, feed)
         self._dispatcher.fire("on_predict_end")
         return outputs
+
+    def _reading(self, model: nn.Module, data: Any, batch_size: int | None, name: str) -> tuple[Engine, Feed]:
+        source = as_source(data, batch_size=batch_size, shuffle=False, name=name)
+        engine, choices = self._engine_of(model)
+        if self._engine is None:
+            self._engine, self._choices = engine, choices
+        return engine, feed_of(engine, source, self.seed, name)
 
     def save(self, folder: str | Path) -> None:
         """Saves the run as a checkpoint; every rank calls it, between two steps."""

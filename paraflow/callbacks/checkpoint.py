@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from paraflow.callbacks.base import Callback
-from paraflow.checkpoint.run import PREFIX, saved_in
+from paraflow.checkpoint.run import PREFIX
+from paraflow.errors import ParaflowError
 from paraflow.interval import Interval
 from paraflow.trigger import Trigger
 
@@ -57,6 +58,7 @@ class Checkpoint(Callback):
         self.keep = keep
         self.best: float | None = None
         self.best_step: int | None = None
+        self._saved: list[int] = []
         self._interval = Interval.parse(every)
         self._trigger = Trigger(self._interval)
 
@@ -68,7 +70,9 @@ class Checkpoint(Callback):
     def on_train_begin(self, trainer: Trainer, logs: dict[str, Any]) -> None:
         """Begins to count."""
         if not trainer.step:
-            self.best = self.best_step = None
+            self.best, self.best_step, self._saved = None, None, []
+        if self.monitor is not None and self.monitor.startswith("val_") and not trainer.validates:
+            raise ParaflowError(f"Checkpoint monitors {self.monitor!r}, and fit was given no validation data.")
         self._trigger = Trigger(self._interval, trainer.mesh.broadcast)
         self._trigger.start(trainer.step)
 
@@ -79,40 +83,38 @@ class Checkpoint(Callback):
         if not due and not trainer.finishing:
             return
         self._note_best(trainer)
+        self._saved = [step for step in self._saved if step != trainer.step] + [trainer.step]
         trainer.save(self._path(trainer.step))
-        if trainer.is_main:
-            self._remove_old(trainer.step)
+        self._remove_old(is_main=trainer.is_main)
 
     def _note_best(self, trainer: Trainer) -> None:
         if self.monitor is None:
             return
-        value = trainer.measured(self.monitor)
+        trainer.history.require(self.monitor, validates=trainer.validates and not trainer.finishing)
+        value = trainer.history.measured(self.monitor, trainer.step)
         if value is None or math.isnan(value):
             return
         if self.best is None or (value < self.best if self.mode == "min" else value > self.best):
             self.best, self.best_step = value, trainer.step
 
-    def _remove_old(self, step: int) -> None:
-        past = [path for path in saved_in(self.folder) if _step_of(path) <= step]
-        for path in past[: -self.keep]:
-            if path != self.best_path:
-                shutil.rmtree(path, ignore_errors=True)
+    def _remove_old(self, *, is_main: bool) -> None:
+        """Removes what this run has written and needs no more; what another run left in the folder is not touched."""
+        for old in self._saved[: -self.keep]:
+            if is_main and old != self.best_step:
+                shutil.rmtree(self._path(old), ignore_errors=True)
+        self._saved = [saved for saved in self._saved if saved == self.best_step or saved in self._saved[-self.keep :]]
 
     def _path(self, step: int) -> Path:
         return self.folder / f"{PREFIX}{step:08d}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the best value and its step."""
-        return {"best": self.best, "best_step": self.best_step}
+        """Returns the best value, its step, and the steps that were saved."""
+        return {"best": self.best, "best_step": self.best_step, "saved": list(self._saved)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes them up."""
-        self.best, self.best_step = state["best"], state["best_step"]
+        self.best, self.best_step, self._saved = state["best"], state["best_step"], list(state["saved"])
 
 
 def _greater_is_better(monitor: str) -> bool:
     return any(mark in monitor for mark in ("acc", "auroc", "f1", "precision", "recall", "r2"))
-
-
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix(PREFIX))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -39,6 +41,11 @@ class Dispatcher:
 
     def _listening(self, hook: str) -> tuple[Method, ...]:
         return tuple(getattr(callback, hook) for callback in self.callbacks if _listens(callback, hook))
+
+    def signature(self) -> int:
+        """Returns a number that is the same where the same callbacks listen to the same events."""
+        listening = [(hook, getattr(method, "__qualname__", "")) for hook in HOOKS for method in self._methods[hook]]
+        return zlib.crc32(repr([listening, [str(c.every) for c in self.callbacks]]).encode())
 
     def start(self, step: int, agree: Agree) -> None:
         """Makes ready for steps; intervals of time begin now."""
@@ -93,6 +100,17 @@ def _listens(callback: Callback, hook: str) -> bool:
 
 def _require_callback(callback: object) -> None:
     if isinstance(callback, Callback):
+        _refuse_misspelt(callback)
         return
     made = f"; write {callback.__name__}(...)" if isinstance(callback, type) else ""
     raise TypeError(f"callbacks must hold paraflow.Callback objects, not {callback!r}{made}.")
+
+
+def _refuse_misspelt(callback: Callback) -> None:
+    """An event whose name is nearly right would never be called, and nobody would know."""
+    for name in vars(type(callback)):
+        close = difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.85)
+        if name.startswith("on_") and name not in HOOKS and close:
+            raise TypeError(
+                f"{type(callback).__name__} has a method {name!r}, which is no event; did you mean {close[0]!r}?"
+            )

@@ -25,7 +25,7 @@ from paraflow.errors import CheckpointError
 
 VERSION = 1
 _TENSORS, _STATE, _CHECKSUMS = "tensors.safetensors", "state.json", "checksums.json"
-_TENSOR, _TUPLE = "__tensor__", "__tuple__"
+_TENSOR, _TUPLE, _NUMBERED = "__tensor__", "__tuple__", "__numbered__"
 
 
 def write(folder: Path, state: Mapping[str, Any]) -> None:
@@ -84,6 +84,18 @@ def read(folder: Path) -> dict[str, Any]:
     return state
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a checkpoint, intact or not."""
+    return (folder / _STATE).is_file()
+
+
+def recover(folder: Path) -> None:
+    """Puts back what had a checkpoint's name before, if writing a new one in its place was cut short in between."""
+    old = folder.with_name(f".{folder.name}.old")
+    if not folder.exists() and is_checkpoint(old):
+        os.replace(old, folder)
+
+
 def _require_intact(folder: Path) -> None:
     missing = [name for name in (_TENSORS, _STATE, _CHECKSUMS) if not (folder / name).is_file()]
     if missing:
@@ -121,11 +133,13 @@ def _split(value: Any, path: str, tensors: _Tensors) -> Any:
     if isinstance(value, torch.Tensor):
         return {_TENSOR: tensors.keep(value, path)}
     if isinstance(value, Mapping):
+        if all(isinstance(key, int) and not isinstance(key, bool) for key in value) and value:
+            items = [[key, _split(child, f"{path}/{key}", tensors)] for key, child in value.items()]
+            return {_NUMBERED: items}
         for key in value:
-            if not isinstance(key, str) or key in (_TENSOR, _TUPLE):
+            if not isinstance(key, str) or key in (_TENSOR, _TUPLE, _NUMBERED):
                 raise CheckpointError(
-                    f"The state has the key {key!r} at {path or 'its top'}; keys must be strings, and not a mark of "
-                    "the format."
+                    f"The state has the key {key!r} at {path or 'its top'}; keys must be strings, or all whole numbers."
                 )
         return {key: _split(child, f"{path}/{key}" if path else key, tensors) for key, child in value.items()}
     if isinstance(value, (list, tuple)):
@@ -145,6 +159,7 @@ class _Tensors:
     def __init__(self) -> None:
         self.by_path: dict[str, torch.Tensor] = {}
         self._paths: dict[tuple[Any, ...], str] = {}
+        self._storages: set[int] = set()
 
     def keep(self, tensor: torch.Tensor, path: str) -> str:
         """Keeps a tensor, and returns the path it is found under."""
@@ -153,8 +168,10 @@ class _Tensors:
         if tensor.numel() and same in self._paths:
             return self._paths[same]
         kept = tensor.contiguous()
-        if kept.untyped_storage().nbytes() != kept.nbytes:
-            kept = kept.clone()  # a view into a larger storage: safetensors keeps whole storages only
+        storage = kept.untyped_storage()
+        if storage.nbytes() != kept.nbytes or storage.data_ptr() in self._storages:
+            kept = kept.clone()  # a view, or a part of what is kept already: safetensors takes storages of their own
+        self._storages.add(storage.data_ptr())
         self.by_path[path] = kept
         self._paths[same] = path
         return path
@@ -164,6 +181,8 @@ def _join(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(value, dict):
         if _TENSOR in value:
             return tensors[value[_TENSOR]]
+        if _NUMBERED in value:
+            return {key: _join(child, tensors) for key, child in value[_NUMBERED]}
         if _TUPLE in value:
             return tuple(_join(child, tensors) for child in value[_TUPLE])
         return {key: _join(child, tensors) for key, child in value.items()}

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from paraflow.checkpoint.format import read, write
+from paraflow.checkpoint.format import is_checkpoint, read, recover, write
 from paraflow.checkpoint.random import random_state
 from paraflow.errors import CheckpointError
 from paraflow.mesh import Mesh
 
 PREFIX = "step-"
+_NAME = re.compile(PREFIX + r"\d+")
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -58,40 +60,61 @@ def shapes_of(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def load_model(module: nn.Module, path: str | Path) -> None:
+def load_model(module: nn.Module, path: str | Path, *, best: bool = False) -> None:
     """Gives a module the weights of a checkpoint, whatever plan saved it.
 
     Args:
         module: The module.
         path: A checkpoint, or a folder of them, of which the newest is taken.
+        best: Whether the one with the best monitored value is taken instead.
 
     Raises:
         CheckpointError: There is no checkpoint, or it is of another model.
     """
-    _, state = load(path, shapes_of(module.state_dict()))
+    _, state = load(find(path, best=best), shapes_of(module.state_dict()))
     module.load_state_dict(state["model"])
 
 
-def find(path: str | Path) -> Path:
-    """Returns the checkpoint at a path, or the newest in a folder of checkpoints.
+def find(path: str | Path, *, best: bool = False) -> Path:
+    """Returns the checkpoint at a path, or in a folder of checkpoints the one that was written last, or the best.
+
+    Args:
+        path: A checkpoint, or a folder of them.
+        best: Whether the one with the best value of the monitored metric is wanted.
 
     Raises:
         CheckpointError: There is none.
     """
     folder = Path(path)
-    if (folder / "state.json").is_file():
+    recover(folder)
+    if is_checkpoint(folder):
         return folder
     inside = saved_in(folder)
     if not inside:
-        what = "has no checkpoint in it" if folder.is_dir() else "does not exist"
+        what = "has no checkpoint in it" if folder.is_dir() else "is no folder" if folder.exists() else "does not exist"
         raise CheckpointError(f"{str(path)!r} {what}; give a folder that pf.callbacks.Checkpoint has written to.")
-    return inside[-1]
+    return _best_of(inside) if best else inside[-1]
 
 
 def saved_in(folder: Path) -> list[Path]:
-    """Returns the checkpoints in a folder, oldest step first."""
-    found = [part for part in folder.glob(f"{PREFIX}*") if (part / "state.json").is_file()]
-    return sorted(found, key=lambda part: int(part.name.removeprefix(PREFIX)))
+    """Returns the checkpoints in a folder, in the order in which they were written."""
+    for old in folder.glob(f".{PREFIX}*.old"):
+        recover(folder / old.name.removeprefix(".").removesuffix(".old"))
+    found = [part for part in folder.glob(f"{PREFIX}*") if _NAME.fullmatch(part.name) and is_checkpoint(part)]
+    return sorted(found, key=lambda part: ((part / "state.json").stat().st_mtime_ns, part.name))
+
+
+def _best_of(inside: list[Path]) -> Path:
+    """The checkpoint that the newest one's callbacks hold to be the best."""
+    callbacks = read(inside[-1])["callbacks"]
+    steps = [state["best_step"] for state in callbacks.values() if state.get("best_step") is not None]
+    named = [part for part in inside if int(part.name.removeprefix(PREFIX)) in steps]
+    if not named:
+        raise CheckpointError(
+            f"{str(inside[-1].parent)!r} has no best checkpoint: nothing was monitored, or it is gone. Save with "
+            "Checkpoint(folder, monitor='val_loss')."
+        )
+    return named[-1]
 
 
 def _require_shapes(mine: Shapes, theirs: Shapes, folder: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from paraflow.errors import DataError
@@ -56,6 +57,15 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) ->
     if isinstance(batch, torch.Tensor):
         return function(batch)
     return _map_children(lambda child: map_tensors(function, child), batch)
+
+
+def tensors_of_arrays(batch: Any) -> Any:
+    """Returns the batch with numpy arrays of numbers as tensors; float64, numpy's default, becomes float32."""
+    if isinstance(batch, np.ndarray):
+        if batch.dtype == object or batch.dtype.kind in "USM":
+            return batch
+        return torch.from_numpy(np.ascontiguousarray(batch, np.float32 if batch.dtype == np.float64 else batch.dtype))
+    return batch if isinstance(batch, torch.Tensor) else _map_children(tensors_of_arrays, batch)
 
 
 def _map_children(function: Callable[[Any], Any], batch: Any) -> Any:

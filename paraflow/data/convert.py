@@ -62,6 +62,14 @@ def as_source(data: Any, *, batch_size: int | None, shuffle: bool, name: str = "
     return source
 
 
+def as_validation_source(data: Any, batch_size: int | None) -> Source:
+    """Makes a source of validation data; the training data's batch size holds for it unless it is batched already."""
+    batched = isinstance(data, (DataLoader, PerRank)) or hasattr(data, "read")
+    countable = hasattr(data, "__getitem__") or isinstance(data, IterableDataset) or _is_tree(data)
+    size = batch_size if countable and not batched else None
+    return as_source(data, batch_size=size, shuffle=False, name="validation data")
+
+
 def _convert(data: Any, batch_size: int | None, shuffle: bool, name: str) -> Source:
     if isinstance(data, PerRank):
         _refuse_batch_size(batch_size, name, "a per-rank stream")

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from paraflow.data.agreement import fingerprint
 from paraflow.data.batch import Batch, MicroBatch, count_rows, map_tensors, take_rows
 from paraflow.data.division import Division, rows_to_read
 from paraflow.data.order import epoch_seed, sampled, shuffled
@@ -102,6 +103,10 @@ class _Chunked:
         """Batches of an epoch."""
         return self._chunks.length
 
+    def signature(self) -> int:
+        """Returns a number that is the same on ranks with the same data, as far as it is known without reading it."""
+        return self._chunks.samples
+
 
 class ArraySource(_Chunked):
     """Tensors whose first dimension is the sample, cut by one indexing operation a batch.
@@ -131,6 +136,10 @@ class ArraySource(_Chunked):
                 pieces = [(*rows_to_read(a, b, rows), b - a) for a, b in division.micro_batches(rows)]
             micro_batches = [MicroBatch(fetch(first + start, first + stop), samples) for start, stop, samples in pieces]
             yield Batch(micro_batches, rows, shares, first + rows >= end)
+
+    def signature(self) -> int:
+        """Returns a number that is the same on ranks with the same data."""
+        return fingerprint(self._data)
 
     def sample(self, rows: int) -> Any:
         """Returns a batch of the first samples, for measuring."""

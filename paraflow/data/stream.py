@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from paraflow.data.batch import Batch, MicroBatch, count_rows, take_rows
+from paraflow.data.agreement import fingerprint
+from paraflow.data.batch import Batch, MicroBatch, count_rows, take_rows, tensors_of_arrays
 from paraflow.data.division import rows_to_read
 from paraflow.data.order import RandomStream, reseed, set_epoch
 from paraflow.data.source import Reader
@@ -60,11 +61,29 @@ class StreamSource:
 
     def _divided(self, epoch: int, start: int, reader: Reader) -> Iterator[Batch]:
         seen = 0
-        for whole, rows in _iterate(self._batches, reader.seed, epoch):
+        for whole, rows in self._checked(_iterate(self._batches, reader.seed, epoch), reader):
             if seen >= start:
                 pieces = reader.division.micro_batches(rows)
                 yield Batch(cut_rows(whole, rows, pieces), rows, reader.division.shares(rows))
             seen += rows
+
+    def _checked(self, batches: Iterator[tuple[Any, int]], reader: Reader) -> Iterator[tuple[Any, int]]:
+        """Compares the ranks' batches: the first one's samples, and every one's number of them."""
+        first = True
+        while True:
+            current = next(batches, None)
+            mine = 0 if current is None else current[1]
+            signature = fingerprint(current[0]) if first and current is not None else mine
+            if reader.division.ranks > 1 and len(set(reader.gather(signature))) > 1:
+                raise DataError(
+                    f"The ranks read different batches: data rank {reader.division.rank} has {mine} samples in this "
+                    "one. An iterable must give every rank the same batches, of which each takes its share; mark "
+                    "streams that are split over ranks already with pf.data.PerRank(...)."
+                )
+            if current is None:
+                return
+            first = False
+            yield current
 
 
 class PerRankSource:
@@ -134,6 +153,7 @@ def _iterate(batches: Batches, seed: int, epoch: int) -> Iterator[tuple[Any, int
             batch = next(iterator, _END)
         if batch is _END:
             return
+        batch = tensors_of_arrays(batch)
         rows = count_rows(batch)
         if rows:
             yield batch, rows

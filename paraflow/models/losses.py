@@ -178,3 +178,8 @@ def _made_safe(loss: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
         return _Counted(loss)
     return _regression(loss) if isinstance(loss, _ENTRY_BY_ENTRY) else loss
+
+
+def gives_probabilities(loss: Any) -> bool:
+    """Whether a loss is over probabilities of two classes, so that a model's outputs are no logits."""
+    return isinstance(loss, nn.BCELoss) or loss is functional.binary_cross_entropy

@@ -24,17 +24,26 @@ class MetricSet:
         specs: Names, torchmetrics objects or functions; a mapping names them.
         device: Where they keep their state.
         group: The ranks whose samples count, or None for this one alone.
+        probabilities: Whether outputs for two classes are probabilities and not logits.
 
     Raises:
         ModelError: A name is unknown or there twice, or a metric is of another kind.
     """
 
     def __init__(
-        self, specs: Sequence[Any] | Mapping[str, Any], device: torch.device, group: dist.ProcessGroup | None = None
+        self,
+        specs: Sequence[Any] | Mapping[str, Any],
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        *,
+        probabilities: bool = False,
     ) -> None:
         self._specs = by_own_name(specs)
+        if self._specs:
+            import torchmetrics  # noqa: F401 (it takes seconds, which are not to be counted into the first epoch)
         self._device = device
         self._group = group
+        self._probabilities = probabilities
         self._metrics: dict[str, Any] = {}
         self._saved: dict[str, list[dict[str, Any]]] = {}
 
@@ -60,9 +69,23 @@ class MetricSet:
                     self._metrics[name] = self._build(spec, output, target)
                     self._take_up(name)
                 if samples:
-                    _update(self._metrics[name], name, spec, output, target, samples)
+                    self._update(self._metrics[name], name, spec, output, target, samples)
                 else:
                     self._show(name, spec, output, target)
+
+    def _update(self, metric: Any, name: str, spec: Any, output: Any, target: Any, samples: int) -> None:
+        try:
+            if is_function(spec):
+                metric.update(spec(output, target), weight=samples)
+            elif isinstance(spec, str):
+                metric.update(*aligned(spec, output, target, probabilities=self._probabilities))
+            else:
+                metric.update(output, target)
+        except (ValueError, RuntimeError, IndexError) as error:
+            raise ModelError(
+                f"The metric {name!r} cannot compare an output of shape {_shape(output)} with a target of shape "
+                f"{_shape(target)}: {error}"
+            ) from error
 
     def _show(self, name: str, spec: Any, output: Any, target: Any) -> None:
         """Gives the empty lists of a metric, which are exchanged as they are, the dtype and shape of a batch's rows."""
@@ -70,7 +93,7 @@ class MetricSet:
         if not empty:
             return
         shown = self._build(spec, output, target)
-        _update(shown, name, spec, output, target, samples=1)
+        self._update(shown, name, spec, output, target, samples=1)
         for mine, seen in zip(_parts(self._metrics[name]), _parts(shown), strict=True):
             for key, value in seen.metric_state.items():
                 if isinstance(value, list) and not getattr(mine, key):
@@ -136,21 +159,6 @@ class MetricSet:
 def _parts(metric: Any) -> list[Any]:
     """The metrics of a collection, which may share state, or the metric itself."""
     return list(metric.values(copy_state=False)) if hasattr(metric, "compute_groups") else [metric]
-
-
-def _update(metric: Any, name: str, spec: Any, output: Any, target: Any, samples: int) -> None:
-    try:
-        if is_function(spec):
-            metric.update(spec(output, target), weight=samples)
-        elif isinstance(spec, str):
-            metric.update(*aligned(spec, output, target))
-        else:
-            metric.update(output, target)
-    except (ValueError, RuntimeError, IndexError) as error:
-        raise ModelError(
-            f"The metric {name!r} cannot compare an output of shape {_shape(output)} with a target of shape "
-            f"{_shape(target)}: {error}"
-        ) from error
 
 
 @contextmanager

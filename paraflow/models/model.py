@@ -9,6 +9,7 @@ from torch import nn
 
 from paraflow.errors import ModelError
 from paraflow.models import recipe
+from paraflow.models.losses import loss_function
 from paraflow.models.recipe import recipe_of
 from paraflow.models.step import call_with_inputs, supervised_step
 
@@ -40,8 +41,11 @@ class Model(nn.Module):
             ``weight``, what it is over, and if wanted ``output`` and ``target`` for the metrics and other scalars to
             log.
         """
-        named = recipe_of(self).loss is not None or type(self).loss is not Model.loss
-        return supervised_step(self, self.loss if named else None, batch)
+        return supervised_step(self, self.loss if self._has_loss() else None, batch)
+
+    def _has_loss(self) -> bool:
+        """Whether there is a loss other than the output's own."""
+        return recipe_of(self).loss is not None or "loss" in self._modules or type(self).loss is not Model.loss
 
     def validation_step(self, batch: Any) -> Any:
         """Returns the loss of a micro-batch in evaluation: by default what `training_step` returns."""
@@ -54,6 +58,9 @@ class Model(nn.Module):
     def loss(self, output: Any, target: Any) -> Any:
         """Returns the loss of an output: by default the one that `configure` named."""
         function = recipe_of(self).loss_function
+        own = self._modules.get("loss")  # a module that was set as self.loss
+        if function is None and own is not None:
+            function = loss_function(own)
         if function is None:
             raise ModelError(f"{type(self).__name__} has no loss; write configure(loss=...) or override `loss`.")
         return function(output, target)

@@ -84,15 +84,21 @@ def make_metric(spec: Any, output: Any, target: Any) -> Any:
     )
 
 
-def aligned(spec: str, output: Any, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def aligned(spec: str, output: Any, target: Any, *, probabilities: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Brings output and target to what the metric of a name takes.
 
     Outputs are logits: two classes have one logit a sample, more have one a class, in dimension 1 as in torch or in the
     last as in language models. They become probabilities here, because torchmetrics would guess from each batch's
     values whether they are.
 
+    Args:
+        spec: The name.
+        output: What the model predicted.
+        target: What was to be predicted.
+        probabilities: Whether outputs for two classes are probabilities already, as after a sigmoid.
+
     Raises:
-        ModelError: They are not tensors.
+        ModelError: They are not tensors, or the target holds no classes.
     """
     if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
         raise ModelError(
@@ -107,8 +113,18 @@ def aligned(spec: str, output: Any, target: Any) -> tuple[torch.Tensor, torch.Te
     if output.dim() == target.dim() + 1 and output.dim() > 2 and output.shape[:-1] == target.shape:
         output, target = output.flatten(0, -2), target.flatten()
     if output.dim() == target.dim():
-        return output.sigmoid() if output.is_floating_point() else output, target.int()
+        _require_classes(spec, target)
+        scores = output.sigmoid() if output.is_floating_point() and not probabilities else output
+        return scores, target.int()
     return output.softmax(1) if spec == "auroc" else output, target
+
+
+def _require_classes(spec: str, target: torch.Tensor) -> None:
+    if target.is_floating_point() and not bool(((target == 0) | (target == 1) | (target == IGNORED)).all()):
+        raise ModelError(
+            f"The metric {spec!r} compares with classes, and the target holds numbers between them, such as the "
+            "probabilities of soft labels. Give a function (output, target), such as one that takes the argmax of both."
+        )
 
 
 def _require_metric(name: str, spec: Any) -> None:

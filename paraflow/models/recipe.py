@@ -122,5 +122,8 @@ def _require_module(module: object) -> None:
 
 def recipe_of(module: nn.Module) -> Recipe:
     """Returns what `configure` said of a module, or the defaults."""
-    recipe: Recipe = module.__dict__.get(_ATTRIBUTE) or Recipe()
+    recipe: Recipe = module.__dict__.get(_ATTRIBUTE) or _DEFAULT
     return recipe
+
+
+_DEFAULT = Recipe()

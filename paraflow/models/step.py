@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,7 +43,7 @@ def _apply_loss(module: nn.Module, loss: Callable[[Any, Any], Any], batch: Any) 
             f"The batch ({_describe(batch)}) has no target for the loss: give (inputs, target), or a mapping with "
             f"one of {', '.join(_TARGET_KEYS)}, or override training_step."
         )
-    output = module(*args, **kwargs)
+    output = _call(module, args, kwargs, batch)
     return {"loss": loss(output, target), "output": output, "target": target}
 
 
@@ -68,7 +69,7 @@ def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
 def call_with_inputs(module: nn.Module, batch: Any) -> Any:
     """Runs a module on a batch's inputs, as prediction does; transformers' outputs give their logits."""
     args, kwargs, _ = split_batch(batch)
-    output = module(*args, **kwargs)
+    output = _call(module, args, kwargs, batch)
     logits = getattr(output, "logits", None)
     return output if logits is None else logits
 
@@ -77,11 +78,9 @@ def _own_loss(module: nn.Module, batch: Any) -> dict[str, Any]:
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         batch = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
     if isinstance(batch, Mapping):
-        output = module(**batch)
-    elif isinstance(batch, (tuple, list)):
-        output = module(*batch)
+        output = _call(module, (), dict(batch), batch)
     else:
-        output = module(batch)
+        output = _call(module, tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), {}, batch)
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None:
         raise ModelError(
@@ -97,6 +96,29 @@ def _own_loss(module: nn.Module, batch: Any) -> dict[str, Any]:
         logits = logits[..., :-1, :] if shifted and isinstance(logits, torch.Tensor) else logits
         result["weight"] = (labels != IGNORED).sum()
     return {**result, "output": logits, "target": labels}
+
+
+def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> Any:
+    """Calls a module; what does not fit its forward is said in terms of the batch.
+
+    Raises:
+        ModelError: Its forward does not take the batch's inputs.
+    """
+    try:
+        return module(*args, **kwargs)
+    except TypeError as error:
+        signature = inspect.signature(module.forward)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            name = type(module).__name__
+            given = ", ".join(kwargs) if kwargs else f"{len(args)} input{'s' if len(args) > 1 else ''}"
+            raise ModelError(
+                f"{name}.forward{signature} does not take what the batch ({_describe(batch)}) gives: {given}. A batch "
+                "is (inputs..., target), or a mapping with its target under 'labels' or 'target'. If there is no loss "
+                "yet, say one: configure(loss=...). For anything else, override training_step."
+            ) from error
+        raise
 
 
 def is_causal(module: nn.Module) -> bool:

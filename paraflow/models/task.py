@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -35,6 +36,7 @@ class Task:
     def __init__(self, module: nn.Module) -> None:
         if not isinstance(module, nn.Module):
             raise ModelError(f"A model must be a torch.nn.Module, not a {type(module).__name__}.")
+        _refuse_wrapped(module)
         self.module = module
         self.training_step: Callable[[Any], Any] = getattr(module, "training_step", None) or self._supervised_step()
         self.validation_step: Callable[[Any], Any] = getattr(module, "validation_step", None) or self.training_step
@@ -53,7 +55,9 @@ class Task:
     def metrics(self) -> Sequence[Any] | Mapping[str, Any]:
         """Returns the metrics that were asked for."""
         own = getattr(self.module, "metrics", None)
-        specs: Sequence[Any] | Mapping[str, Any] = own() if callable(own) else self.recipe.metrics
+        if isinstance(own, (list, tuple, Mapping, nn.ModuleDict)):
+            return dict(own.items()) if isinstance(own, nn.ModuleDict) else own
+        specs: Sequence[Any] | Mapping[str, Any] = own() if inspect.ismethod(own) else self.recipe.metrics
         return specs
 
     def build_optimizer(self, total_steps: int | None) -> tuple[Optimizer, LRScheduler | None]:
@@ -84,14 +88,30 @@ class Task:
         return optimizer, build_schedule(schedule, optimizer, total_steps=total_steps, warmup=recipe.warmup)
 
 
+def _is_pair(returned: Any) -> bool:
+    """Whether something is (optimizer, schedule)."""
+    is_pair = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Optimizer)
+    return is_pair and not isinstance(returned[1], Optimizer)
+
+
+def _refuse_wrapped(module: nn.Module) -> None:
+    from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+    if isinstance(module, (DataParallel, DistributedDataParallel)):
+        raise ModelError(
+            f"The model is wrapped in {type(module).__name__} already; give the module inside (model.module). Paraflow "
+            "wraps it as the plan says."
+        )
+
+
 def _unpack(returned: Any, schedule: Any) -> tuple[Optimizer | None, Any]:
     """Returns the optimizer and the schedule of what `configure_optimizers` may return."""
     if returned is None:
         return None, schedule
     if isinstance(returned, Optimizer):
         return returned, schedule
-    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Optimizer):
-        return returned
+    if _is_pair(returned):
+        return returned  # type: ignore[no-any-return]
     raise ModelError(
         f"configure_optimizers returned a {type(returned).__name__}; return one optimizer, or a pair "
         "(optimizer, schedule). Paraflow trains with one optimizer: give parameters their own settings in its groups."

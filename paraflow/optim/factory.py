@@ -166,7 +166,14 @@ def _check_parameters(make: Callable[..., Optimizer], trainable: list[tuple[str,
 def _check_ready_made(optimizer: Optimizer, parameters: list[Parameter]) -> Optimizer:
     own = {id(parameter) for parameter in parameters}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if own.isdisjoint(id(parameter) for parameter in held):
+    foreign = [parameter for parameter in held if id(parameter) not in own]
+    if foreign and len(foreign) < len(held):
+        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in foreign[:5])
+        raise ModelError(
+            f"The {type(optimizer).__name__} that was given also holds parameters that are not this model's, of shapes "
+            f"{shapes}; ranks could not keep them alike, nor a checkpoint hold them. Make them a part of the model."
+        )
+    if foreign:
         raise ModelError(
             f"The {type(optimizer).__name__} that was given holds {len(held)} parameters and none is one of this "
             "model's; "

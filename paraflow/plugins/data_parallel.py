@@ -66,7 +66,7 @@ class DataParallel(Plugin):
 
     def transform(self, module: nn.Module, engine: Engine) -> nn.Module:
         """Wraps the step in DistributedDataParallel; every replica starts from its first rank's parameters."""
-        if engine.mesh.degree("dp") == 1:
+        if engine.mesh.degree("dp") == 1 or not any(p.requires_grad for p in module.parameters()):
             return module
         if not engine.runs_in_turn:
             self._after_backward = engine.mesh.group("dp")

@@ -50,7 +50,7 @@ class OptimizerImplementation(Plugin):
         return {"optimizer_implementation": self.implementation}
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, engine: Engine) -> torch.optim.Optimizer:
-        """Sets the implementation on a fresh optimizer, in place, so that a scheduler made for it still holds it."""
+        """Sets the implementation in place, so that a scheduler that was made for the optimizer still holds it."""
         missing = unsupported(optimizer, self.implementation)
         if missing and self._required:
             raise PlanError(
@@ -58,8 +58,10 @@ class OptimizerImplementation(Plugin):
                 "optimizer_implementation out, or use adam, adamw, adagrad or sgd.",
                 rule="optimizer-implementation",
             )
-        if missing or optimizer.state:
+        if missing:
             return optimizer
+        if self.implementation == "fused":
+            _move_steps(optimizer)
         flags = {k: v for k, v in _FLAGS[self.implementation].items() if k in optimizer.defaults}
         optimizer.defaults.update(flags)
         for group in optimizer.param_groups:
@@ -69,6 +71,13 @@ class OptimizerImplementation(Plugin):
     def describe(self) -> str:
         """Returns one line for the printed plan."""
         return f"the optimizer's {self.implementation} implementation"
+
+
+def _move_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Fused kernels count steps in fp32 on the parameters' device; an optimizer may have counted elsewhere so far."""
+    for parameter, state in optimizer.state.items():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].to(parameter.device, torch.float32)
 
 
 def unsupported(optimizer: torch.optim.Optimizer, implementation: str) -> str | None:

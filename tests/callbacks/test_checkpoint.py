@@ -120,7 +120,7 @@ def test_a_monitor_that_nothing_measures_is_refused(tmp_path: Path, monitor: str
 
 
 def test_monitoring_validation_without_validation_data_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(pf.ParaflowError, match=r"Nothing measures 'val_loss'; there is .*loss"):
+    with pytest.raises(pf.ParaflowError, match="fit was given no validation data"):
         fit(linear(), Checkpoint(tmp_path, monitor="val_loss"), val=None)
 
 

@@ -17,6 +17,7 @@ STATE: dict[str, Any] = {
     "optimizer": {"betas": (0.9, 0.999), "groups": [{"params": ["weight"], "lr": 0.1, "fused": None}], "empty": {}},
     "counters": {"step": 7, "done": True, "best": math.inf},
     "name": "ein Häuschen",
+    "milestones": {3: 1, 10: 2},
 }
 
 
@@ -27,6 +28,7 @@ def test_what_goes_in_comes_out(tmp_path: Path) -> None:
     assert isinstance(back["optimizer"]["betas"], tuple)
     assert back["counters"] == STATE["counters"]
     assert back["name"] == STATE["name"]
+    assert back["milestones"] == STATE["milestones"]
     for name, tensor in STATE["model"].items():
         assert torch.equal(back["model"][name], tensor)
         assert back["model"][name].dtype == tensor.dtype
@@ -77,7 +79,7 @@ def test_a_new_one_takes_the_place_of_an_old_one_of_its_name(tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-@pytest.mark.parametrize("value", [object(), {1: 2}, {"__tensor__": "x"}, {"f": print}])
+@pytest.mark.parametrize("value", [object(), {1: 2, "a": 3}, {"__tensor__": "x"}, {"f": print}])
 def test_what_cannot_be_saved_is_named_and_leaves_nothing(tmp_path: Path, value: Any) -> None:
     write(tmp_path / "a", STATE)
     with pytest.raises(pf.CheckpointError, match="state"):
