@@ -253,7 +253,7 @@ class Engine:
         loss.backward()  # type: ignore[no-untyped-call]
         for listener in hooks.after_backward:
             listener()
-        if output.counted:
+        if output.counted and not self._scalings:  # a scaled gradient may overflow, and is then left out
             require_no_gradient_of_nothing(output, self.gradients())
         release_graph(output, keep_output=self.keep_outputs)
         for listener in hooks.micro_batch_end:

@@ -122,7 +122,7 @@ def require_no_gradient_of_nothing(output: StepOutput, gradients: Sequence[torch
     """
     if output.loss.device.type != "cpu" or float(output.weight) > 0:
         return
-    if not all(bool(gradient.isfinite().all()) for gradient in gradients):
+    if any(bool(gradient.isnan().any()) for gradient in gradients):
         raise ModelError(
             "A micro-batch had 0 items, and the gradient of its mean loss is NaN. Return (sum, count) from the step, "
             "or add 'output', the model's output tensor, to its dict."

@@ -237,7 +237,7 @@ def _device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
 def _start_process_group(device: torch.device) -> None:
     if dist.is_initialized():
         atexit.unregister(_wait_for_gloo_threads)
-        atexit.register(_wait_for_gloo_threads)  # the group is the user's to destroy, and its threads abort all the same
+        atexit.register(_wait_for_gloo_threads)  # the group is the user's to destroy; its threads can abort too
         return
     options: dict[str, Any] = {}
     if device.type == "cuda":

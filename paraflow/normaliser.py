@@ -20,8 +20,8 @@ from paraflow.mesh import Mesh
 class Normaliser:
     """Finds what each micro-batch's loss is multiplied by.
 
-    The estimate is the total of the step before, rounded to a power of two. Scaling by one rounds nothing, so results
-    do not depend on it; it only keeps 16-bit gradients in range.
+    The estimate is a power of two near what the first micro-batches of all ranks foretell, or the step before. Scaling
+    by one rounds nothing, so results do not depend on it; it only keeps 16-bit gradients in range.
 
     Args:
         mesh: The ranks the batch is divided over.
@@ -66,7 +66,8 @@ class Normaliser:
 
     def _estimated_total(self, output: StepOutput, batch: Batch) -> torch.Tensor:
         if self._estimate is None:
-            total = torch.full((), float(batch.samples), dtype=sum_dtype(output.loss.device), device=output.loss.device)
+            first = self._mesh.all_reduce(stack_numbers([output.weight], output.loss.device))[0]
+            total = (first * len(batch.micro_batches)).clamp(min=batch.samples)
             if self._last_total is not None:
                 total = torch.maximum(total, self._last_total)
             self._estimate = total.log2().round().exp2()

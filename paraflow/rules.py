@@ -110,7 +110,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "degrees-fill-world",
         lambda f: f.world_size % f.model_ranks == 0 and f.plan.world_size != f.world_size,
-        "The plan ({f.plan}) is for {f.plan.world_size} ranks, and there are {f.world_size}.",
+        "The plan ({f.plan}) is for {f.plan.world_size} ranks, and the world has {f.world_size}.",
         "Write dp={f.fitting_dp}, or leave dp out, or start {f.plan.world_size}: "
         "paraflow launch -n {f.plan.world_size} SCRIPT.",
     ),

@@ -22,6 +22,8 @@ It knows no strategy: what a plan changes is in its plugins.
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -67,22 +69,21 @@ class Trainer:
     Args:
         max_epochs: Epochs to train; 1 where neither this nor `max_steps` is given.
         max_steps: Optimizer steps to train; the first of the two to come ends the run.
-        dp: Degree of data parallelism; left out, it fills the world. This and what follows, down to
-            `optimizer_implementation`, are the fields of `paraflow.Plan`, which says what each means.
-        fsdp: A field of the plan.
-        tp: A field of the plan.
-        pp: A field of the plan.
-        ep: A field of the plan.
-        cp: A field of the plan.
-        accumulate: A field of the plan.
-        precision: A field of the plan.
-        comm_hook: A field of the plan.
-        activation_checkpointing: A field of the plan.
-        cpu_offload: A field of the plan.
-        apply_groups: A field of the plan.
-        compile: A field of the plan.
-        clip_norm: A field of the plan.
-        optimizer_implementation: A field of the plan.
+        dp: Degree of data parallelism; left out, it fills the world. See `paraflow.Plan` for this and what follows.
+        fsdp: Degree of sharded data parallelism.
+        tp: Degree of tensor parallelism.
+        pp: Degree of pipeline parallelism.
+        ep: Degree of expert parallelism.
+        cp: Degree of context parallelism.
+        accumulate: Micro-batches for one optimizer step.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        comm_hook: ``"bf16"`` or ``"fp16"``: what gradients are communicated in.
+        activation_checkpointing: What is recomputed in backward.
+        cpu_offload: What lives on the host.
+        apply_groups: Groups in which the optimizer is applied.
+        compile: Whether the model goes through torch.compile.
+        clip_norm: Bound on the global gradient norm.
+        optimizer_implementation: ``"fused"``, ``"foreach"``, ``"for-loop"`` or ``"default"``.
         auto: ``"O1"`` fills what was left out, and says why.
         plugins: Strategies in detail, the package's or your own.
         plan: A plan, or the path of a YAML file with one.
@@ -305,6 +306,8 @@ class Trainer:
 
     def _end_epoch(self, validated: dict[str, float] | None) -> None:
         logs: dict[str, Any] = {**self._run.meter.compute(), **self._run.metrics.compute(), "lr": self.engine.lr}
+        if not math.isfinite(logs["loss"]):
+            warnings.warn(f"The loss of epoch {self.current_epoch + 1} is {logs['loss']}.", stacklevel=2)
         self.history.note(self.step, logs)
         if validated is None and (self._run.val_trigger.at_epoch(self.current_epoch + 1) or self.finishing):
             validated = self._validate()

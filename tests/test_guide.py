@@ -102,7 +102,7 @@ def fit_half() -> None:
 
 REFUSALS: dict[str, Callable[[Path], Any]] = {
     "cannot be divided over": lambda folder: check_rules(),
-    "is for 2 ranks, and there are 1": lambda folder: fit(net(), dp=2),
+    "is for 2 ranks, and the world has 1": lambda folder: fit(net(), dp=2),
     "has no target for the loss": lambda folder: fit(net(), X),
     "has no loss: its output": lambda folder: fit(net(loss=None), X),
     "The loss must be a scalar tensor": lambda folder: fit(Stepping(lambda out: out.sum(1))),

@@ -35,7 +35,7 @@ BROKEN: dict[str, tuple[Facts, str, str]] = {
     ),
     "degrees-fill-world": (
         Facts(plan=Plan(dp=3, fsdp=2), world_size=4, provided=frozenset({"dp", "fsdp"})),
-        "(dp=3, fsdp=2) is for 6 ranks, and there are 4",
+        "(dp=3, fsdp=2) is for 6 ranks, and the world has 4",
         "Write dp=2, or leave dp out, or start 6: paraflow launch -n 6 SCRIPT.",
     ),
     "batch-covers-ranks": (

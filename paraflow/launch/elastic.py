@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import re
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -27,8 +25,9 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHand
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from paraflow.errors import LaunchError
+from paraflow.launch.failure import Failure, read_failure
 from paraflow.launch.spawn import WORKER
-from paraflow.launch.worker import FAILURE_FILE, exit_status, signal_name
+from paraflow.launch.worker import exit_status
 
 _GRACE_SECONDS = 3  # from SIGTERM to SIGKILL when a rank has failed
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -66,8 +65,11 @@ class LaunchOptions:
 def launch(options: LaunchOptions) -> int:
     """Run a script as the ranks of a run, and wait for them.
 
-    A rank that fails ends all ranks within seconds; its traceback is the last thing printed, to stderr. A signal that
-    asks this process to stop reaches the ranks first; a second one kills them.
+    A rank that fails ends all ranks within seconds. Ranks print no traceback of their own: the first failure is the
+    last thing printed, to stderr, after one line for each rank here that failed with another message. An error that
+    Paraflow raised on purpose is its sentence alone; PARAFLOW_TRACEBACK=1 in the environment adds the traceback.
+
+    A signal that asks this process to stop reaches the ranks first; a second one kills them.
 
     Returns:
         0, or the exit status of the rank that failed first (128 + the number of the signal that killed it), or
@@ -176,33 +178,10 @@ def _worker_spec(
     )
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """How a rank failed: when (seconds since the epoch), with which `Popen.returncode`, and what it said."""
-
-    time: float
-    rank: int
-    pid: int
-    returncode: int
-    traceback: str | None
-
-    def report(self) -> str:
-        """The block that is printed last."""
-        code = exit_status(self.returncode)
-        head = f"rank {self.rank} ({socket.gethostname()}, pid {self.pid}) failed with exit code {code}:"
-        if self.traceback is not None:
-            return f"{head}\n{self.traceback.rstrip()}"
-        name = signal_name(self.returncode)
-        if name is None:
-            return f"{head}\nit ended its process itself, without an exception."
-        hint = " The kernel does so when memory runs out." if name == "SIGKILL" else ""
-        return f"{head}\nit was killed by {name}.{hint}"
-
-
 class _Agent(LocalElasticAgent):
     """Torch's agent, that remembers which rank failed first and does not wait for the others for long."""
 
-    failure: _Failure | None = None
+    failure: Failure | None = None
     stopping = False
     _looked = 0.0
 
@@ -226,6 +205,8 @@ class _Agent(LocalElasticAgent):
         return {local_rank: handler.proc for local_rank, handler in handlers.items()}
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self.failure is not None:  # the ranks are started anew, and nothing else tells why
+            print(self.failure.report(self.raised()), file=sys.stderr, flush=True)
         self.failure, self._looked = None, time.time()
         started: dict[int, Any] = super()._start_workers(worker_group)
         _handle_signals(self)  # torch has just put its own handlers in place
@@ -238,32 +219,32 @@ class _Agent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         return result
 
-    def _first_failure(self, worker_group: WorkerGroup) -> _Failure | None:
+    def _first_failure(self, worker_group: WorkerGroup) -> Failure | None:
         # A rank that died without a word did so after the last look, and brought down those that raised since.
         looked, self._looked = self._looked, time.time()
-        failures = []
-        ended = False
+        failures = self.raised()
+        said = {failure.pid for failure in failures}
+        # One that has raised and hangs on its way out has failed too.
+        ended = any(time.time() - failure.time > _GRACE_SECONDS for failure in failures)
         for local_rank, process in self._processes().items():
             returncode = process.poll()
-            rank = worker_group.workers[local_rank].global_rank
-            said = self._said(local_rank) if returncode != 0 else None
-            if said is not None:
-                code = said["exit_code"] if returncode is None else returncode
-                failures.append(_Failure(said["time"], rank, process.pid, code, said["traceback"]))
-                # One that has raised and hangs on its way out has failed too.
-                ended = ended or returncode is not None or time.time() - said["time"] > _GRACE_SECONDS
-            elif returncode:
-                failures.append(_Failure(looked, rank, process.pid, returncode, None))
-                ended = True
+            if returncode and process.pid not in said:
+                rank = worker_group.workers[local_rank].global_rank
+                failures.append(Failure(looked, rank, process.pid, returncode))
+            ended = ended or bool(returncode)
         return min(failures, key=lambda failure: failure.time) if ended else None
 
-    def _said(self, local_rank: int) -> dict[str, Any] | None:
-        assert self._pcontext is not None
-        path = Path(self._pcontext.error_files[local_rank]).with_name(FAILURE_FILE)
-        if not path.exists():
-            return None
-        said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return said
+    def raised(self) -> list[Failure]:
+        """The ranks here that said why they failed, those still on their way out included."""
+        failures = []
+        for local_rank, process in self._processes().items():
+            returncode = process.poll()
+            said = read_failure(self._pcontext.error_files[local_rank]) if self._pcontext and returncode != 0 else None
+            if said is not None:
+                rank = self._worker_group.workers[local_rank].global_rank
+                code = said.exit_code if returncode is None else returncode
+                failures.append(Failure(said.time, rank, process.pid, code, said))
+        return failures
 
 
 def _run(agent: _Agent, handler: RendezvousHandler) -> int:
@@ -271,6 +252,9 @@ def _run(agent: _Agent, handler: RendezvousHandler) -> int:
     try:
         result = agent.run()
     except SignalException as stop:
+        for failure in agent.raised():  # a rank that could not stop in order
+            if failure.message is not None:
+                print(failure.report(), file=sys.stderr)
         print(f"paraflow launch: stopped by {stop.sigval.name}.", file=sys.stderr, flush=True)
         return 128 + int(stop.sigval)
     finally:
@@ -281,7 +265,7 @@ def _run(agent: _Agent, handler: RendezvousHandler) -> int:
         return 0
     if agent.failure is None:
         raise LaunchError("The ranks stopped answering, and none of them said why.")
-    print(agent.failure.report(), file=sys.stderr, flush=True)
+    print(agent.failure.report(agent.raised()), file=sys.stderr, flush=True)
     return exit_status(agent.failure.returncode)
 
 

@@ -77,18 +77,31 @@ def run_script(command: list[str]) -> None:
         else:
             _run_file(sys.argv[0])
     except SystemExit as error:
-        if error.code not in (None, 0):
-            text = "".join(traceback.format_exception_only(error))
-            _write_failure(error.code if isinstance(error.code, int) else 1, text)
-        raise
+        if error.code in (None, 0):
+            raise
+        code = error.code if isinstance(error.code, int) else 1
+        told = _write_failure(code, error, None if isinstance(error.code, int) else f"SystemExit: {error.code}")
+        if not told:
+            raise
+        sys.exit(code)  # with a text, Python would print it
     except KeyboardInterrupt as error:
-        _write_failure(130, _format(error))
+        if _write_failure(130, error, None) and not _has_own_excepthook():
+            sys.excepthook = _print_nothing
         raise
     except BaseException as error:
         error = error.with_traceback(_users_frames(error.__traceback__))
-        _write_failure(1, _format(error))
-        sys.excepthook(type(error), error, error.__traceback__)
+        told = _write_failure(1, error, _message(error))
+        if not told or _has_own_excepthook():
+            sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
+
+
+def _has_own_excepthook() -> bool:
+    return sys.excepthook is not sys.__excepthook__
+
+
+def _print_nothing(*_: object) -> None:
+    """Stands in for `sys.excepthook` where the launcher prints the failure."""
 
 
 def _run_file(path: str) -> None:
@@ -108,17 +121,39 @@ def _users_frames(frames: types.TracebackType | None) -> types.TracebackType | N
 
 
 def _format(error: BaseException) -> str:
+    if isinstance(error, SystemExit):  # Python shows no traceback of it either
+        return "".join(traceback.format_exception_only(error))
     return "".join(traceback.format_exception(type(error), error, _users_frames(error.__traceback__)))
 
 
-def _write_failure(exit_code: int, text: str) -> None:
+def _message(error: BaseException) -> str:
+    notes = getattr(error, "__notes__", ())
+    return "\n".join([f"{type(error).__name__}: {error}".rstrip(": "), *map(str, notes)])
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether Paraflow raised the error on purpose: then its sentence says all, unless the traceback is asked for."""
+    bases = {(base.__module__, base.__name__) for base in type(error).__mro__}
+    return ("paraflow.errors", "ParaflowError") in bases and os.environ.get("PARAFLOW_TRACEBACK") != "1"
+
+
+def _write_failure(exit_code: int, error: BaseException, message: str | None) -> bool:
+    """Tell the launcher how this rank failed; False where no launcher named a file for it."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file is None:
-        return
+        return False
+    said = {
+        "time": time.time(),
+        "exit_code": exit_code,
+        "traceback": _format(error),
+        "message": message,
+        "refused": _is_refusal(error),
+    }
     path = Path(error_file).with_name(FAILURE_FILE)
     aside = path.with_suffix(".part")
-    aside.write_text(json.dumps({"time": time.time(), "exit_code": exit_code, "traceback": text}), encoding="utf-8")
+    aside.write_text(json.dumps(said), encoding="utf-8")
     aside.replace(path)
+    return True
 
 
 def call_function(connection: Connection) -> None:

@@ -6,9 +6,11 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from paraflow.errors import ModelError
 from paraflow.models.losses import IGNORED
@@ -91,7 +93,7 @@ def _own_loss(module: nn.Module, batch: Any) -> dict[str, Any]:
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     if isinstance(labels, torch.Tensor) and labels.dim() > 1 and not labels.is_floating_point():
-        shifted = is_causal(module)
+        shifted = shifts_labels(module, loss, logits, labels)
         labels = labels[..., 1:] if shifted else labels
         logits = logits[..., :-1, :] if shifted and isinstance(logits, torch.Tensor) else logits
         result["weight"] = (labels != IGNORED).sum()
@@ -121,14 +123,43 @@ def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batc
         raise
 
 
-def is_causal(module: nn.Module) -> bool:
-    """Whether a transformers model shifts its labels: it predicts each token from those before it.
+def shifts_labels(module: nn.Module, loss: torch.Tensor, logits: Any, labels: torch.Tensor) -> bool:
+    """Whether a transformers model shifts its labels: its loss is then a mean over all but the first of each row.
 
-    Its loss is then a mean over all labels but the first of each row.
+    The first loss is compared with both; where neither fits (label smoothing, auxiliary losses), or no label is there,
+    the name of the model's class decides.
     """
-    if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+    if module not in _SHIFTS:
+        found = _found_shift(loss, logits, labels)
+        if found is None:
+            return _is_causal_by_name(module)
+        _SHIFTS[module] = found
+    return _SHIFTS[module]
+
+
+_SHIFTS: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def _found_shift(loss: torch.Tensor, logits: Any, labels: torch.Tensor) -> bool | None:
+    if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != labels.shape:
+        return None
+    with torch.no_grad():
+        pairs = {True: (logits[..., :-1, :], labels[..., 1:]), False: (logits, labels)}
+        fitting = [
+            shifted for shifted, pair in pairs.items() if torch.isclose(_token_mean(*pair), loss.float(), rtol=1e-5)
+        ]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _token_mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED)
+
+
+def _is_causal_by_name(module: nn.Module) -> bool:
+    inner = getattr(module, "_orig_mod", module)  # what torch.compile wraps
+    if getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
         return False
-    return any(mark in type(module).__name__ for mark in ("CausalLM", "LMHead", "DoubleHeads"))
+    return any(mark in type(inner).__name__ for mark in ("CausalLM", "LMHead", "DoubleHeads"))
 
 
 def _describe(batch: Any) -> str:

@@ -91,7 +91,9 @@ def test_the_first_failure_is_printed_last_and_ends_ranks_that_do_not_listen(
     begin = time.monotonic()
     assert launch(LaunchOptions(script, processes="2")) == 1
     assert time.monotonic() - begin < 10
-    block = capfd.readouterr().err.rsplit("rank 1 (", 1)[1].splitlines()
+    err = capfd.readouterr().err
+    assert err.startswith("rank 1 (")  # the rank itself printed nothing
+    block = err.splitlines()
     assert block[0].endswith("failed with exit code 1:")
     assert block[1] == "Traceback (most recent call last):"
     assert block[2].startswith(f'  File "{script}", line ')
@@ -128,6 +130,95 @@ def test_a_rank_that_raises_and_hangs_on_its_way_out_has_failed(
     assert launch(LaunchOptions(_script(tmp_path, text), processes="1")) == 1
     assert time.monotonic() - begin < 10
     assert capfd.readouterr().err.endswith("ValueError: then nothing\n")
+
+
+def test_one_error_on_all_ranks_is_printed_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch(LaunchOptions(_script(tmp_path, "raise ValueError('the same')\n"), processes="2")) == 1
+    err = capfd.readouterr().err
+    assert err.count("ValueError: the same") == err.count("Traceback") == 1
+    assert err.endswith("ValueError: the same\n")
+
+
+def test_another_error_is_one_line_before_the_first_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = (
+        f"gone = {str(tmp_path / 'gone')!r}\n"
+        "if rank == 0:\n"
+        "    import atexit\n"
+        "    atexit.register(lambda: (open(gone, 'w').close(), time.sleep(1)))\n"
+        "    raise ValueError('first')\n"
+        "while not os.path.exists(gone):\n"
+        "    time.sleep(0.01)\n"
+        "raise RuntimeError('connection closed\\nby peer')\n"
+    )
+    assert launch(LaunchOptions(_script(tmp_path, text), processes="2")) == 1
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0] == "rank 1: RuntimeError: connection closed"
+    assert lines[1].startswith("rank 0 (")
+    assert lines[-1] == "ValueError: first"
+    assert sum("Traceback" in line or "peer" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize("traceback", [False, True])
+def test_what_paraflow_refuses_is_a_sentence(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, traceback: bool
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PARAFLOW_TRACEBACK", str(int(traceback)))
+    text = "from paraflow.errors import PlanError\nclass Own(PlanError): pass\nraise Own('Write data=2.')\n"
+    assert launch(LaunchOptions(_script(tmp_path, text), processes="1")) == 1
+    err = capfd.readouterr().err
+    assert ("Traceback" in err) is traceback
+    assert traceback or err == "rank 0 refused: Own: Write data=2.\n"
+
+
+def test_the_excepthook_of_the_script_is_called(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = "sys.excepthook = lambda kind, *_: print('own hook', kind.__name__)\nraise ValueError('x')\n"
+    assert launch(LaunchOptions(_script(tmp_path, text), processes="1")) == 1
+    out, err = capfd.readouterr()
+    assert out == "own hook ValueError\n"
+    assert err.endswith("ValueError: x\n")
+
+
+def test_a_failure_that_a_restart_hides_is_still_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    raise ValueError('at first')\n"
+    assert launch(LaunchOptions(_script(tmp_path, text), processes="1", max_restarts=1)) == 0
+    assert capfd.readouterr().err.endswith("ValueError: at first\n")
+
+
+def test_an_error_on_the_way_out_of_a_stopped_run_is_printed(tmp_path: Path) -> None:
+    script = _script(
+        tmp_path,
+        "def save(*_):\n"
+        "    raise OSError('disk full')\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)\n",
+    )
+    pipe = subprocess.PIPE
+    launcher = subprocess.Popen([*COMMAND, script], env=_environment(), stdout=pipe, stderr=pipe, text=True)
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == "ready\n"
+    launcher.send_signal(signal.SIGTERM)
+    _, err = launcher.communicate(timeout=20)
+    assert launcher.returncode == 143
+    assert err.endswith("OSError: disk full\nparaflow launch: stopped by SIGTERM.\n")
+
+
+def test_a_gloo_thread_that_still_wants_the_interpreter_does_not_abort_the_exit(tmp_path: Path) -> None:
+    # What a DistributedDataParallel does by chance: it keeps the group alive while a thread of it has work to drop.
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import time, torch, torch.distributed as dist\n"
+        "from paraflow.mesh import _start_process_group\n"
+        "_start_process_group(torch.device('cpu'))\n"
+        "group = dist.group.WORLD\n"
+        "def busy(_):\n"
+        "    end = time.monotonic() + 1\n"
+        "    while time.monotonic() < end: pass\n"
+        "work = dist.all_reduce(torch.ones(1), async_op=True)\n"
+        "work.get_future().then(busy)\n"
+    )
+    assert launch(LaunchOptions(str(script), processes="1")) == 0
 
 
 def test_a_restart_starts_all_ranks_anew(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

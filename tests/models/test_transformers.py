@@ -77,3 +77,20 @@ def test_it_trains_to_what_one_big_batch_gives(ranks: Any, name: str) -> None:
         assert mine == pytest.approx(losses, rel=1e-5)
         for key, value in weights.items():
             torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-6)
+
+
+def test_whether_labels_are_shifted_is_seen_from_the_loss_and_not_from_the_name() -> None:
+    """BartForCausalLM takes labels as they are, whatever its name says; a compiled model has another name."""
+    import transformers
+
+    from paraflow.models.step import supervised_step
+
+    small = {"vocab_size": VOCABULARY, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2}
+    config = transformers.BartConfig(**small, decoder_ffn_dim=16, max_position_embeddings=32, is_encoder_decoder=False)
+    batch = rows()
+    bart = transformers.BartForCausalLM(config)
+    assert int(supervised_step(bart, None, batch)["weight"]) == int((batch["labels"] != -100).sum())
+    shifted = int((batch["labels"][:, 1:] != -100).sum())
+    compiled = torch.compile(build("gpt2"), backend="eager")
+    for model in (build("gpt2"), compiled):
+        assert int(supervised_step(model, None, batch)["weight"]) == shifted

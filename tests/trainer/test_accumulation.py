@@ -171,3 +171,37 @@ def test_scalars_beside_the_loss_are_logged_as_weighted_means() -> None:
     history = pf.Trainer(accumulate=2, progress=False).fit(Beside(), loader)
     assert history["largest"] == pytest.approx([(5.0 * 2 + 7.0 * 1) / 3])
     assert history["rows"] == [1.0]
+
+
+def half_precision_windows(plan: dict[str, Any]) -> bool:
+    """A first window of one item, then windows of a thousand: gradients must stay in sixteen bits' range."""
+    torch.manual_seed(0)
+
+    class Items(pf.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+            self.configure(optimizer="sgd", lr=1e-3)
+
+        def training_step(self, batch: Any) -> Any:
+            x, kept = batch
+            return (100 * self.layer(x).squeeze(-1) ** 2 * kept).sum(), kept.sum()
+
+    x, kept = torch.randn(24, 1000, 4, generator=torch.Generator().manual_seed(0)), torch.ones(24, 1000)
+    kept[:8] = 0.0
+    kept[0, 0] = 1.0
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, kept), batch_size=8)
+    model = Items()
+    history = pf.Trainer(accumulate=2, progress=False, **plan).fit(model, loader)
+    return bool(torch.isfinite(model.layer.weight).all()) and history["loss"][0] > 0
+
+
+@pytest.mark.parametrize("plan", [{"comm_hook": "fp16"}, {"precision": "fp16"}])
+def test_windows_of_very_different_sizes_stay_in_range(ranks: Any, plan: dict[str, Any]) -> None:
+    assert ranks(2, half_precision_windows, plan) == [True, True]
+
+
+def test_a_loss_that_is_not_finite_is_said() -> None:
+    model = pf.configure(torch.nn.Linear(1, 1), optimizer="sgd", lr=1e30, loss="mse")
+    with pytest.warns(UserWarning, match="The loss of epoch 1 is (nan|inf)"):
+        pf.Trainer(progress=False).fit(model, (torch.ones(8, 1), torch.ones(8)), batch_size=2)

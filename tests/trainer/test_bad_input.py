@@ -59,7 +59,7 @@ BEFORE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "ragged": ({"data": (X, Y[:5])}, pf.DataError, r"\(8, 3\), \(5,\)"),
     "batch of zero": ({"batch_size": 0}, pf.DataError, "at least 1"),
     "unknown field": ({"plan": {"dpp": 2}}, pf.PlanError, "dpp"),
-    "degree and world": ({"dp": 2}, pf.PlanError, r"\[degrees-fill-world\].*for 2 ranks, and there are 1.*dp=1"),
+    "degree and world": ({"dp": 2}, pf.PlanError, r"\[degrees-fill-world\].*for 2 ranks, and the world has 1.*dp=1"),
     "no such strategy": ({"fsdp": 1, "cp": 3}, pf.PlanError, r"\[strategy-missing\].*cp"),
     "accumulate over the batch": (
         {"batch_size": 2, "accumulate": 3},

@@ -77,3 +77,15 @@ def test_a_second_fit_begins_anew_with_the_weights_as_they_are() -> None:
     assert len(second) == 2
     assert second["loss"][0] < first["loss"][0]
     assert second is trainer.history
+
+
+def test_what_auto_chose_for_one_batch_does_not_bind_the_next(capsys: pytest.CaptureFixture[str]) -> None:
+    model = net()
+    trainer = pf.Trainer(auto="O1")
+    trainer.evaluate(model, DATA)
+    trainer.fit(model, DATA, batch_size=8)
+    printed = capsys.readouterr().out
+    assert [field for field in ("dp", "precision", "accumulate") if f"auto: {field} = " not in printed] == []
+    trainer.engine.plan = trainer.engine.plan.with_fields(accumulate=3)  # as if it had been chosen for a large batch
+    trainer.fit(model, DATA, batch_size=2)
+    assert trainer.plan.accumulate == 1
