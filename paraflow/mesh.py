@@ -9,8 +9,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -256,7 +258,7 @@ def shutdown() -> None:
     atexit.unregister(shutdown)
 
 
-def _wait_for_gloo_threads(seconds: float = 10) -> None:
+def _wait_for_gloo_threads(seconds: float = 5) -> None:
     """Waits until gloo's worker threads are asleep, for at most so many seconds.
 
     A collective is done for its caller before gloo's worker thread has dropped it. To drop the tensors the thread takes
@@ -274,19 +276,24 @@ def _wait_for_gloo_threads(seconds: float = 10) -> None:
 
 
 def _sleeping_gloo_threads() -> dict[str, str] | None:
-    """The counters of gloo's worker threads by thread id; None where one is awake, or where they cannot be seen."""
-    if not os.path.isdir("/proc/self/task"):
+    """The counters of gloo's worker threads by thread id; None where one is awake."""
+    tasks = Path("/proc/self/task")
+    if not tasks.is_dir():  # not Linux: they cannot be seen, and have a moment instead
         time.sleep(0.1)
         return {}
+    # A thread of gloo's that has not run yet is named as the process; so are Python's threads, which are not meant.
+    names = {"pt_gloo_runloop", Path("/proc/self/comm").read_text().strip()}
+    pythons = {str(thread.native_id) for thread in threading.enumerate()}
     threads = {}
-    for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/status") as file:  # it may end meanwhile
-            status = file.read()
-            if not status.startswith("Name:\tpt_gloo_runloop"):
+    for task in tasks.iterdir():
+        with contextlib.suppress(OSError):  # it may end meanwhile
+            status = (task / "status").read_text()
+            name = status.split("\n", 1)[0].removeprefix("Name:\t")
+            if task.name in pythons or name not in names:
                 continue
-            if "State:\tS" not in status:
+            if "\nState:\tS" not in status:
                 return None
-            threads[thread] = status[status.index("voluntary_ctxt_switches") :]
+            threads[task.name] = status[status.index("voluntary_ctxt_switches") :]
     return threads
 
 
