@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
-import threading
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from paraflow.errors import DataError, PlanError
+from paraflow.launch.ending import wait_for_gloo_threads
 from paraflow.launch.environment import local_rank, rank, world_size
 from paraflow.plan import DATA_DEGREES, DEGREES, Plan
 
@@ -238,8 +235,8 @@ def _device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
 
 def _start_process_group(device: torch.device) -> None:
     if dist.is_initialized():
-        atexit.unregister(_wait_for_gloo_threads)
-        atexit.register(_wait_for_gloo_threads)  # the group is the user's to destroy; its threads can abort too
+        atexit.unregister(wait_for_gloo_threads)
+        atexit.register(wait_for_gloo_threads)  # the group is the user's to destroy; its threads can abort too
         return
     options: dict[str, Any] = {}
     if device.type == "cuda":
@@ -254,52 +251,5 @@ def shutdown() -> None:
     if dist.is_available() and dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
-    _wait_for_gloo_threads()
+    wait_for_gloo_threads()
     atexit.unregister(shutdown)
-
-
-def _wait_for_gloo_threads(seconds: float = 5) -> None:
-    """Waits until gloo's worker threads are asleep, for at most so many seconds.
-
-    A collective is done for its caller before gloo's worker thread has dropped it. To drop the tensors the thread takes
-    the interpreter's lock; where the interpreter is ending by then, Python (before 3.14) ends the thread, and that
-    unwinds a C++ destructor: SIGABRT. Destroying the group joins its threads only when nothing else holds the group,
-    and a `DistributedDataParallel` holds it until the interpreter ends.
-    """
-    end = time.monotonic() + seconds
-    asleep: dict[str, str] | None = None
-    while time.monotonic() < end:
-        before, asleep = asleep, _sleeping_gloo_threads()
-        if asleep == {} or (asleep is not None and asleep == before):
-            return
-        time.sleep(0.03)  # without the lock: a thread that waits for it asks every 5 ms, which its counters show
-
-
-def _sleeping_gloo_threads() -> dict[str, str] | None:
-    """The counters of gloo's worker threads by thread id; None where one is awake."""
-    tasks = Path("/proc/self/task")
-    if not tasks.is_dir():  # not Linux: they cannot be seen, and have a moment instead
-        time.sleep(0.1)
-        return {}
-    # A thread of gloo's that has not run yet is named as the process; so are Python's threads, which are not meant.
-    names = {"pt_gloo_runloop", Path("/proc/self/comm").read_text().strip()}
-    pythons = {str(thread.native_id) for thread in threading.enumerate()}
-    threads = {}
-    for task in tasks.iterdir():
-        with contextlib.suppress(OSError):  # it may end meanwhile
-            status = (task / "status").read_text()
-            name = status.split("\n", 1)[0].removeprefix("Name:\t")
-            if task.name in pythons or name not in names:
-                continue
-            if "\nState:\tS" not in status:
-                return None
-            threads[task.name] = status[status.index("voluntary_ctxt_switches") :]
-    return threads
-
-
-def cores_of_this_rank() -> int:
-    """Returns the CPU cores there are for each local rank, at least one."""
-    from paraflow.launch.environment import local_world_size
-
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, available // local_world_size())
