@@ -198,7 +198,7 @@ def test_a_degree_that_does_not_fill_the_world_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setenv("WORLD_SIZE", "4")
     for auto in (None, "O1"):
         with pytest.raises(
-            PlanError, match=r"\[degrees-fill-world\].*dp=3.*3 ranks.*there are 4.*Write dp=4"
+            PlanError, match=r"\[degrees-fill-world\].*dp=3.*3 ranks.*the world has 4.*Write dp=4"
         ) as caught:
             resolve(Request(flags={"dp": 3}, auto=auto), CPU, 12)
         assert caught.value.rule == "degrees-fill-world"
