@@ -372,6 +372,8 @@ class Trainer:
 
     def save(self, folder: str | Path) -> None:
         """Saves the run as a checkpoint; every rank calls it, between two steps."""
+        if not hasattr(self, "_run"):
+            raise ParaflowError("There is no run to save yet; call fit first.")
         save(self.state_dict(), self.mesh, Path(folder))
 
     def state_dict(self) -> dict[str, Any]:

@@ -216,3 +216,10 @@ def test_schedules_with_milestones_can_be_saved(tmp_path: Path) -> None:
     )
     history = pf.Trainer(max_epochs=2, progress=False).fit(net, (X, Y), batch_size=4, resume=tmp_path)
     assert history["lr"] == pytest.approx([1e-4, 1e-5])
+
+
+def test_there_is_nothing_to_save_before_a_fit(tmp_path: Path) -> None:
+    trainer = pf.Trainer(progress=False)
+    trainer.evaluate(two_layers(), (X, Y))
+    with pytest.raises(pf.ParaflowError, match="no run to save"):
+        trainer.save(tmp_path / "a")
