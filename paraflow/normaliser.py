@@ -74,14 +74,21 @@ class Normaliser:
         return self._estimate
 
 
+_MANY = 16
+
+
 def sum_dtype(device: torch.device) -> torch.dtype:
     """The dtype that sums are taken in: float64 where the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def stack_numbers(values: Sequence[float | torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Returns numbers and 0-dim tensors as one tensor on a device; numbers are filled in there, not copied."""
+    """Returns numbers and 0-dim tensors as one tensor on a device; a few numbers are filled in there, not copied."""
     dtype = sum_dtype(device)
+    if all(isinstance(value, torch.Tensor) for value in values):
+        return torch.stack(list(values)).detach().to(device, dtype)  # type: ignore[arg-type]
+    if len(values) > _MANY and not any(isinstance(value, torch.Tensor) for value in values):
+        return torch.tensor(values, dtype=dtype, device=device)
     return torch.stack(
         [
             value.detach().to(device, dtype)

@@ -247,8 +247,7 @@ class Trainer:
         return self._engine, self._choices
 
     def _begin_run(self, source: Source, val_source: Source | None) -> None:
-        self.steps_per_epoch = source.length
-        self.total_steps = self.limits.total_steps(source.length)
+        self.steps_per_epoch, self.total_steps = source.length, self.limits.total_steps(source.length)
         self.engine.prepare_optimizer(self.total_steps)
         self.engine.hooks = self._dispatcher.step_hooks()
         self._run = make_run(self.engine, source, val_source, self.seed, self._val_every)
@@ -283,10 +282,11 @@ class Trainer:
             self.epoch_complete = batch.last
             self._after_step(batch, result)
             validated = self._validate() if run.val_trigger.at_step(self.step) else None
-            if batch.last or self.finishing:
+            ended = batch.last or self.finishing
+            if ended:
                 self._end_epoch(validated)
             fire("on_checkpoint")
-            if self.finishing:
+            if ended:
                 return
 
     def _after_step(self, batch: Batch, result: StepResult) -> None:

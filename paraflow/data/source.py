@@ -130,7 +130,8 @@ class ArraySource(_Chunked):
         size = 0
         pieces: list[tuple[int, int, int]] = []
         shares: tuple[int, ...] = ()
-        for first, rows in self._chunks.bounds(start):
+        for first in range(start, end, self._chunks.batch_size):
+            rows = min(self._chunks.batch_size, end - first)
             if rows != size:
                 size, shares = rows, division.shares(rows)
                 pieces = [(*rows_to_read(a, b, rows), b - a) for a, b in division.micro_batches(rows)]
@@ -149,13 +150,13 @@ class ArraySource(_Chunked):
         data, rows = self._data, self._chunks.samples
         if order is None:
             return lambda start, stop: take_rows(data, start, stop, rows)
-        if isinstance(data, tuple) and type(data) is tuple and all(isinstance(part, torch.Tensor) for part in data):
-            return lambda start, stop: _select_each(data, order[start:stop])
+        if type(data) is tuple and all(isinstance(part, torch.Tensor) and part.is_cpu for part in data):
+            return lambda start, stop: _select_columns(data, order.narrow(0, start, stop - start))
         return lambda start, stop: _select(data, order[start:stop])
 
 
-def _select_each(data: tuple[torch.Tensor, ...], index: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple([part.index_select(0, index if part.is_cpu else index.to(part.device)) for part in data])
+def _select_columns(columns: tuple[torch.Tensor, ...], index: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple([column.index_select(0, index) for column in columns])
 
 
 def _select(data: Any, index: torch.Tensor) -> Any:

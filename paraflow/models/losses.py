@@ -34,11 +34,13 @@ def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> Any:
     Raises:
         ModelError: Output and target do not belong together.
     """
+    # A masked class target would make this a mean over fewer than the samples it is weighted by: torch refuses it.
+    if target.dim() == 1 and target.dtype == torch.int64:
+        return functional.cross_entropy(output, target, ignore_index=_NEVER)
     if target.shape == output.shape:
         return functional.cross_entropy(output, target.to(output.dtype))
     output, classes = as_classes(output, target)
     if target.dim() == 1 or target.shape[1:] == (1,):
-        # A masked class target would make this a mean over fewer than the samples it is weighted by: torch refuses it.
         return functional.cross_entropy(output, classes, ignore_index=_NEVER)
     total = functional.cross_entropy(output, classes, ignore_index=IGNORED, reduction="sum")
     return total, (classes != IGNORED).sum()
