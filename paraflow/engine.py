@@ -254,7 +254,7 @@ class Engine:
         for listener in hooks.after_backward:
             listener()
         if output.counted and not self._scalings:  # a scaled gradient may overflow, and is then left out
-            require_no_gradient_of_nothing(output, self.gradients())
+            require_no_gradient_of_nothing(output, self.gradients)
         release_graph(output, keep_output=self.keep_outputs)
         for listener in hooks.micro_batch_end:
             listener()

@@ -14,6 +14,7 @@ from paraflow.errors import DataError, ParaflowError
 from paraflow.mesh import Mesh
 from paraflow.models.task import Task
 from paraflow.planner import Choice, Footprint, choose_accumulation
+from paraflow.plugins.precision import DTYPES
 from paraflow.profiler import activation_bytes, free_memory
 from paraflow.resolve import Request, facts, resolve
 from paraflow.rules import check
@@ -112,6 +113,5 @@ def _samples(source: Source) -> int:
 
 
 def _precision(engine: Engine) -> AbstractContextManager[Any]:
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    dtype = dtypes.get(engine.plan.precision)
+    dtype = DTYPES.get(engine.plan.precision)
     return nullcontext() if dtype is None else torch.autocast(engine.mesh.device.type, dtype=dtype)

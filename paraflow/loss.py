@@ -12,7 +12,7 @@ sum over micro-batches and ranks of weight × loss, divided by the sum of the we
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -114,7 +114,7 @@ def _stop_gradient_of_nothing(output: StepOutput) -> None:
         prediction.register_hook(stop)  # type: ignore[no-untyped-call]
 
 
-def require_no_gradient_of_nothing(output: StepOutput, gradients: Sequence[torch.Tensor]) -> None:
+def require_no_gradient_of_nothing(output: StepOutput, gradients: Callable[[], Sequence[torch.Tensor]]) -> None:
     """Refuses a micro-batch without items whose backward left NaN; looked for on the host, where looking is free.
 
     Raises:
@@ -122,7 +122,7 @@ def require_no_gradient_of_nothing(output: StepOutput, gradients: Sequence[torch
     """
     if output.loss.device.type != "cpu" or float(output.weight) > 0:
         return
-    if any(bool(gradient.isnan().any()) for gradient in gradients):
+    if any(bool(gradient.isnan().any()) for gradient in gradients()):
         raise ModelError(
             "A micro-batch had 0 items, and the gradient of its mean loss is NaN. Return (sum, count) from the step, "
             "or add 'output', the model's output tensor, to its dict."

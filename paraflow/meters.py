@@ -113,6 +113,8 @@ def step_means(result: StepResult, mesh: Mesh) -> dict[str, torch.Tensor]:
     if len(outputs) == 1 and mesh.data_ranks == 1:
         return {"loss": outputs[0].loss, **outputs[0].values}
     keys = _value_keys(outputs)
+    if not keys and result.totals is not None:  # exchanged by the step itself
+        return {"loss": result.totals[0] / result.totals[1]}
     if keys:
         require_same_keys(keys, mesh)
     device = outputs[0].loss.device

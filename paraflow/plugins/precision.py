@@ -15,7 +15,7 @@ from paraflow.plugins.base import Phase, Plugin, State
 if TYPE_CHECKING:
     from paraflow.engine import Engine
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision(Plugin):
@@ -34,7 +34,7 @@ class Precision(Plugin):
     phase = Phase.PREPARE
 
     def __init__(self, dtype: str = "bf16", *, initial_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
-        if dtype not in _DTYPES:
+        if dtype not in DTYPES:
             raise PlanError(f"Precision takes 'bf16' or 'fp16', not {dtype!r}; fp32 needs no plugin.")
         self.dtype = dtype
         self._initial_scale = initial_scale
@@ -53,7 +53,7 @@ class Precision(Plugin):
             self._scaler = _AgreeingScaler(
                 engine, device, init_scale=self._initial_scale, growth_interval=self._growth_interval
             )
-        return _Autocast(module, device, _DTYPES[self.dtype])
+        return _Autocast(module, device, DTYPES[self.dtype])
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiplies the loss by the scale, where there is one."""
