@@ -43,6 +43,7 @@ class StepHooks:
     before_backward: tuple[Listener, ...] = ()
     after_backward: tuple[Listener, ...] = ()
     before_optimizer_step: tuple[Listener, ...] = ()
+    after_optimizer_step: tuple[Listener, ...] = ()
 
 
 @dataclass(slots=True)
@@ -96,11 +97,13 @@ class Engine:
         partition_dims: The mesh dimensions over which ranks hold different parts of the parameters.
         last_norm: The gradient norm of the current step, where a plugin measured it.
         lr: The learning rate of the last step.
+        batch: This rank's share of the batch that is trained on, or was last.
         keep_outputs: Whether a step's outputs and targets are kept for metrics.
         hooks: What is called while a step runs.
     """
 
     optimizer: torch.optim.Optimizer
+    batch: Batch
 
     def __init__(self, task: Task, mesh: Mesh, plugins: Sequence[Plugin]) -> None:
         self.task = task
@@ -212,6 +215,7 @@ class Engine:
         """Runs one optimizer step on this rank's share of a batch."""
         for parameter in self.parameters:
             parameter.grad = None
+        self.batch = batch
         self.last_norm = None
         self._normaliser.begin(batch)
         outputs = self._run(batch)
@@ -307,6 +311,8 @@ class Engine:
         self.optimizer.step()
         if self.schedule is not None:
             self.schedule.step()
+        for listener in self.hooks.after_optimizer_step:
+            listener()
         return True
 
     def state_dict(self) -> State:

@@ -186,6 +186,14 @@ class Mesh:
             return [tensor]
         return _all_gather(tensor, dist.distributed_c10d._get_default_group())
 
+    def gather_texts(self, text: str) -> list[str]:
+        """Returns every rank's text, in order of rank over the whole world."""
+        mine = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
+        lengths = [int(n) for n in self.all_gather(torch.tensor([len(text.encode())]))]
+        padded = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+        padded[: mine.numel()] = mine
+        return [bytes(part[:n].tolist()).decode() for part, n in zip(self.all_gather(padded), lengths, strict=True)]
+
     def broadcast(self, value: float) -> float:
         """Returns rank 0's number on every rank."""
         if self.world_size == 1:

@@ -10,7 +10,7 @@
                     for each micro-batch:                               (in the engine)
                         on_micro_batch_begin, forward
                         on_before_backward, backward, on_after_backward, on_micro_batch_end
-                    reduce, unscale, clip; on_before_optimizer_step, optimizer, schedule
+                    reduce, unscale, clip; on_before_optimizer_step, optimizer, schedule, on_after_optimizer_step
                 on_step_end                                             (the step is counted)
                 if validation is due: on_validation_begin, on_validation_end
                 if the epoch is over: on_epoch_end                      (the epoch is counted)
@@ -101,9 +101,9 @@ class Trainer:
         epoch: Epochs that are complete.
         current_epoch: The epoch that is running, or has just ended, from 0.
         epoch_complete: Whether the last step ended its epoch.
-        steps_per_epoch: Steps of an epoch, or None where the data does not say.
-        total_steps: Steps of the run, or None.
+        steps_per_epoch, total_steps: Steps of an epoch and of the run; None where the data does not say.
         history: The numbers of each epoch so far.
+        run: The feeds and meters of the fit.
     """
 
     def __init__(
@@ -250,8 +250,8 @@ class Trainer:
         self.steps_per_epoch, self.total_steps = source.length, self.limits.total_steps(source.length)
         self.engine.prepare_optimizer(self.total_steps)
         self.engine.hooks = self._dispatcher.step_hooks()
-        self._run = make_run(self.engine, source, val_source, self.seed, self._val_every)
-        self.engine.keep_outputs = bool(self._run.metrics)
+        self.run = make_run(self.engine, source, val_source, self.seed, self._val_every)
+        self.engine.keep_outputs = bool(self.run.metrics)
         seed_everything(self.seed + self.mesh.data_rank)
 
     def _resume(self, path: str | Path) -> None:
@@ -264,14 +264,14 @@ class Trainer:
         if not self.engine.module.training:  # parts that were set to evaluation by themselves stay so
             self.engine.module.train()
         self._dispatcher.start(self.step, self.mesh.broadcast)
-        self._run.start(self.step)
+        self.run.start(self.step)
         self._dispatcher.fire("on_train_begin")
         while not self.finishing:
             self._train_epoch()
         self._dispatcher.fire("on_train_end")
 
     def _train_epoch(self) -> None:
-        run, engine, fire = self._run, self.engine, self._dispatcher.fire
+        run, engine, fire = self.run, self.engine, self._dispatcher.fire
         self.current_epoch = run.feed.epoch
         fire("on_epoch_begin")
         for batch in run.feed:
@@ -290,11 +290,11 @@ class Trainer:
                 return
 
     def _after_step(self, batch: Batch, result: StepResult) -> None:
-        if self._run.metrics:
+        if self.run.metrics:
             for micro, output in zip(batch.micro_batches, result.outputs, strict=True):
-                self._run.metrics.update(output.output, output.target, micro.samples)
+                self.run.metrics.update(output.output, output.target, micro.samples)
                 output.output = output.target = None
-        self._run.meter.add(result.outputs)
+        self.run.meter.add(result.outputs)
         due = self._dispatcher.due(self.step)
         if not due:
             return
@@ -305,23 +305,23 @@ class Trainer:
         self._agree_to_stop()
 
     def _end_epoch(self, validated: dict[str, float] | None) -> None:
-        logs: dict[str, Any] = {**self._run.meter.compute(), **self._run.metrics.compute(), "lr": self.engine.lr}
+        logs: dict[str, Any] = {**self.run.meter.compute(), **self.run.metrics.compute(), "lr": self.engine.lr}
         if not math.isfinite(logs["loss"]):
             warnings.warn(f"The loss of epoch {self.current_epoch + 1} is {logs['loss']}.", stacklevel=2)
         self.history.note(self.step, logs)
-        if validated is None and (self._run.val_trigger.at_epoch(self.current_epoch + 1) or self.finishing):
+        if validated is None and (self.run.val_trigger.at_epoch(self.current_epoch + 1) or self.finishing):
             validated = self._validate()
         logs.update(validated or {})
         self.history.add(self.current_epoch, logs)
         if self.epoch_complete:
-            self._run.reset()
+            self.run.reset()
         self._dispatcher.fire("on_epoch_end", logs)
         self._agree_to_stop()
 
     def _validate(self) -> dict[str, float]:
-        if self._run.val_feed is None:
+        if self.run.val_feed is None:
             return {}
-        logs = self._evaluate(self.engine, self._run.val_feed, self._run.val_metrics)
+        logs = self._evaluate(self.engine, self.run.val_feed, self.run.val_metrics)
         self.history.note(self.step, logs)
         self._agree_to_stop()
         return logs
@@ -343,7 +343,7 @@ class Trainer:
     @property
     def validates(self) -> bool:
         """Whether the run has validation data."""
-        return self._run.val_feed is not None
+        return self.run.val_feed is not None
 
     def stop(self) -> None:
         """Asks for the run to end, from one rank or all: when the ranks next agree, after a callback, or an epoch."""
@@ -372,7 +372,7 @@ class Trainer:
 
     def save(self, folder: str | Path) -> None:
         """Saves the run as a checkpoint; every rank calls it, between two steps."""
-        if not hasattr(self, "_run"):
+        if not hasattr(self, "run"):
             raise ParaflowError("There is no run to save yet; call fit first.")
         save(self.state_dict(), self.mesh, Path(folder))
 
@@ -382,7 +382,7 @@ class Trainer:
             **self.engine.state_dict(),
             "plan": self.plan.to_dict(),
             "counters": {"step": self.step, "epoch": self.epoch},
-            "run": self._run.state_dict(),
+            "run": self.run.state_dict(),
             "history": self.history.state_dict(self.epoch),
             "callbacks": self._dispatcher.state_dict(),
         }
@@ -390,7 +390,7 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up a run's state, saved under whatever plan."""
         self.engine.load_state_dict(state)
-        self._run.load_state_dict(state["run"])
+        self.run.load_state_dict(state["run"])
         self.history.load_state_dict(state["history"])
         self._dispatcher.load_state_dict(state["callbacks"])
         self.step, self.epoch = state["counters"]["step"], state["counters"]["epoch"]

@@ -64,6 +64,9 @@ class Callback:
     def on_before_optimizer_step(self, trainer: Trainer, logs: Logs) -> None:
         """Gradients are final: of the whole batch, unscaled, clipped. Not called for a step that is left out."""
 
+    def on_after_optimizer_step(self, trainer: Trainer, logs: Logs) -> None:
+        """Parameters and schedule have stepped; the step is not counted yet. Not called for a step that is left out."""
+
     def on_validation_begin(self, trainer: Trainer, logs: Logs) -> None:
         """Before validation, or `Trainer.evaluate`."""
 

@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from paraflow.trainer import Trainer
 
 Method = Callable[["Trainer", dict[str, Any]], None]
-_IN_STEP = ("micro_batch_begin", "micro_batch_end", "before_backward", "after_backward", "before_optimizer_step")
+_IN_STEP = (
+    "micro_batch_begin",
+    "micro_batch_end",
+    "before_backward",
+    "after_backward",
+    "before_optimizer_step",
+    "after_optimizer_step",
+)
 
 
 class Dispatcher:
