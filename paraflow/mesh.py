@@ -202,6 +202,16 @@ class Mesh:
         dist.broadcast(box, src=0)
         return float(box.item())
 
+    def store(self, name: str) -> dist.Store:
+        """Returns a key-value store of all ranks, over a connection of its own, so that any thread may wait on it.
+
+        Raises:
+            PlanError: There is one process only.
+        """
+        if self.world_size == 1:
+            raise PlanError("A world of one process has no store.")
+        return dist.PrefixStore(name, dist.distributed_c10d._get_default_store().clone())
+
     def barrier(self) -> None:
         """Waits until every rank is here."""
         if self.world_size > 1:
