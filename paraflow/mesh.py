@@ -20,6 +20,7 @@ from paraflow.launch.environment import local_rank, rank, world_size
 from paraflow.plan import DATA_DEGREES, DEGREES, Plan
 
 if TYPE_CHECKING:
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # exported, but not in torch's __all__
     from torch.distributed.device_mesh import DeviceMesh
 
 Reduction = Literal["sum", "max", "min"]
@@ -202,7 +203,7 @@ class Mesh:
         dist.broadcast(box, src=0)
         return float(box.item())
 
-    def store(self, name: str) -> dist.Store:
+    def store(self, name: str) -> PrefixStore:
         """Returns a key-value store of all ranks, over a connection of its own, so that any thread may wait on it.
 
         Raises:
@@ -210,7 +211,10 @@ class Mesh:
         """
         if self.world_size == 1:
             raise PlanError("A world of one process has no store.")
-        return dist.PrefixStore(name, dist.distributed_c10d._get_default_store().clone())
+        from torch.distributed import PrefixStore
+
+        store = dist.distributed_c10d._get_default_store()
+        return PrefixStore(name, store.clone())  # type: ignore[attr-defined]
 
     def barrier(self) -> None:
         """Waits until every rank is here."""
