@@ -20,7 +20,6 @@ from paraflow.launch.environment import local_rank, rank, world_size
 from paraflow.plan import DATA_DEGREES, DEGREES, Plan
 
 if TYPE_CHECKING:
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # exported, but not in torch's __all__
     from torch.distributed.device_mesh import DeviceMesh
 
 Reduction = Literal["sum", "max", "min"]
@@ -203,7 +202,7 @@ class Mesh:
         dist.broadcast(box, src=0)
         return float(box.item())
 
-    def store(self, name: str) -> PrefixStore:
+    def store(self, name: str) -> Any:
         """Returns a key-value store of all ranks, over a connection of its own, so that any thread may wait on it.
 
         Raises:
@@ -211,10 +210,10 @@ class Mesh:
         """
         if self.world_size == 1:
             raise PlanError("A world of one process has no store.")
-        from torch.distributed import PrefixStore
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # exported, but not in its __all__
 
-        store = dist.distributed_c10d._get_default_store()
-        return PrefixStore(name, store.clone())  # type: ignore[attr-defined]
+        store: Any = dist.distributed_c10d._get_default_store()
+        return PrefixStore(name, store.clone())
 
     def barrier(self) -> None:
         """Waits until every rank is here."""

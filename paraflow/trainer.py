@@ -36,7 +36,7 @@ from paraflow.callbacks.base import Callback
 from paraflow.callbacks.dispatch import Dispatcher
 from paraflow.callbacks.progress import ProgressBar
 from paraflow.checkpoint.random import restore_random_state
-from paraflow.checkpoint.run import load, save
+from paraflow.checkpoint.run import load, save_now
 from paraflow.data import Batch, Feed, Source, as_source, as_validation_source
 from paraflow.engine import Engine, StepResult
 from paraflow.errors import ParaflowError
@@ -255,7 +255,7 @@ class Trainer:
         seed_everything(self.seed + self.mesh.data_rank)
 
     def _resume(self, path: str | Path) -> None:
-        folder, state = load(path, self.engine.shapes)
+        folder, state = load(path, self.engine.shapes, self.mesh)
         self.load_state_dict(state)
         restore_random_state(state["random"], self.mesh)
         self._print(f"resumed from {folder} at step {self.step}")
@@ -374,7 +374,7 @@ class Trainer:
         """Saves the run as a checkpoint; every rank calls it, between two steps."""
         if not hasattr(self, "run"):
             raise ParaflowError("There is no run to save yet; call fit first.")
-        save(self.state_dict(), self.mesh, Path(folder))
+        save_now(self.state_dict(), self.mesh, Path(folder))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the run's state, all but random state, as one device would hold it: a collective."""

@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-import math
-import shutil
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from paraflow.callbacks.base import Callback
-from paraflow.checkpoint.run import PREFIX
-from paraflow.errors import ParaflowError
+from paraflow.callbacks.monitor import Mode, Monitor
+from paraflow.callbacks.retention import Retention
+from paraflow.checkpoint.run import PREFIX, save, settle, tidy
+from paraflow.checkpoint.writer import Writer
+from paraflow.errors import CheckpointError
 from paraflow.interval import Interval
 from paraflow.trigger import Trigger
 
 if TYPE_CHECKING:
     from paraflow.trainer import Trainer
 
-Mode = Literal["min", "max"]
-
 
 class Checkpoint(Callback):
-    """Saves everything a run needs to go on: ``fit(..., resume=folder)`` takes it up.
+    """Saves everything a run needs to go on: ``fit(..., resume="auto")`` takes it up.
 
     It saves between steps only, after the validation and callbacks that end with a step, and at the run's end. The new
     checkpoint is whole before an old one is removed; the last and the best always stay.
 
     Args:
-        folder: Where checkpoints are written, each in a folder named by its step.
+        folder: Where checkpoints are written, each in a folder named by its step; where all ranks can read.
         every: How often.
-        monitor: The metric whose best checkpoint is kept, such as ``"val_loss"``. Only a value that was measured at the
-            step that is saved counts.
+        monitor: The metric whose best checkpoints are kept, such as ``"val_loss"``. Only a value that was measured at
+            the step that is saved counts.
         mode: Whether the best is the ``"min"`` or the ``"max"``; by default the greatest accuracy, the least of others.
         keep: How many of the last are kept.
+        keep_best: How many of the best are kept.
+        background: Whether training goes on while a checkpoint is written. It takes as much host memory as the state.
+        on_error: What becomes of the run where a checkpoint cannot be written (a full disk): ``"raise"``, or
+            ``"continue"`` with a warning. What was saved before stays as it is.
 
     Raises:
         ValueError: An argument is not of its kind.
@@ -45,34 +49,46 @@ class Checkpoint(Callback):
         monitor: str | None = None,
         mode: Mode | None = None,
         keep: int = 1,
+        keep_best: int = 1,
+        background: bool = False,
+        on_error: Literal["raise", "continue"] = "raise",
     ) -> None:
+        if on_error not in ("raise", "continue"):
+            raise ValueError(f"on_error must be 'raise' or 'continue', not {on_error!r}.")
         if mode not in (None, "min", "max"):
             raise ValueError(f"mode must be 'min' or 'max', not {mode!r}.")
-        if not isinstance(keep, int) or keep < 1:
-            raise ValueError(
-                f"keep must be a whole number of at least 1, not {keep!r}: the last checkpoint always stays."
-            )
         self.folder = Path(folder)
-        self.monitor = monitor
-        self.mode: Mode = mode or ("max" if monitor and _greater_is_better(monitor) else "min")
-        self.keep = keep
-        self.best: float | None = None
-        self.best_step: int | None = None
-        self._saved: list[int] = []
+        self.monitor = None if monitor is None else Monitor.of(monitor, mode)
+        greatest = self.monitor is not None and self.monitor.mode == "max"
+        self._retention = Retention(keep, keep_best, greatest=greatest)
+        self.on_error = on_error
+        self._writer = Writer(background=background)
         self._interval = Interval.parse(every)
         self._trigger = Trigger(self._interval)
 
     @property
+    def best(self) -> float | None:
+        """The best value that was saved so far, or None."""
+        return next((value for value, _ in self._retention.bests()), None)
+
+    @property
+    def best_step(self) -> int | None:
+        """Its step."""
+        return next((step for _, step in self._retention.bests()), None)
+
+    @property
     def best_path(self) -> Path | None:
-        """The best checkpoint so far, or None where nothing is monitored or measured."""
+        """Its checkpoint."""
         return None if self.best_step is None else self._path(self.best_step)
 
     def on_train_begin(self, trainer: Trainer, logs: dict[str, Any]) -> None:
         """Begins to count."""
         if not trainer.step:
-            self.best, self.best_step, self._saved = None, None, []
-        if self.monitor is not None and self.monitor.startswith("val_") and not trainer.validates:
-            raise ParaflowError(f"Checkpoint monitors {self.monitor!r}, and fit was given no validation data.")
+            self._retention.reset()
+        if self.monitor is not None:
+            self.monitor.require_data(trainer, "Checkpoint")
+        if trainer.is_main:
+            tidy(self.folder)
         self._trigger = Trigger(self._interval, trainer.mesh.broadcast)
         self._trigger.start(trainer.step)
 
@@ -82,39 +98,40 @@ class Checkpoint(Callback):
         due = due or (trainer.epoch_complete and self._trigger.at_epoch(trainer.epoch))
         if not due and not trainer.finishing:
             return
-        self._note_best(trainer)
-        self._saved = [step for step in self._saved if step != trainer.step] + [trainer.step]
-        trainer.save(self._path(trainer.step))
-        self._remove_old(is_main=trainer.is_main)
+        self._settle(trainer)
+        self._retention.add(trainer.step, None if self.monitor is None else self.monitor.value(trainer))
+        replaces = [self._path(step) for step in self._retention.unneeded()]
+        save(trainer.state_dict(), trainer.mesh, self._path(trainer.step), self._writer, replaces)
+        if not self._writer.background or trainer.finishing:
+            self._settle(trainer)
 
-    def _note_best(self, trainer: Trainer) -> None:
-        if self.monitor is None:
+    def _settle(self, trainer: Trainer) -> None:
+        """Waits for the last save, and learns whether it is there."""
+        if not self._retention.saved:
             return
-        trainer.history.require(self.monitor, validates=trainer.validates and not trainer.finishing)
-        value = trainer.history.measured(self.monitor, trainer.step)
-        if value is None or math.isnan(value):
+        failure = settle(self._writer, trainer.mesh)
+        if failure is None:
+            self._retention.drop(self._retention.unneeded())
             return
-        if self.best is None or (value < self.best if self.mode == "min" else value > self.best):
-            self.best, self.best_step = value, trainer.step
+        self._retention.drop(self._retention.saved[-1:])
+        if self.on_error == "raise":
+            raise CheckpointError(failure)
+        if trainer.is_main:
+            warnings.warn(f"{failure} Training goes on.", stacklevel=2)
 
-    def _remove_old(self, *, is_main: bool) -> None:
-        """Removes what this run has written and needs no more; what another run left in the folder is not touched."""
-        for old in self._saved[: -self.keep]:
-            if is_main and old != self.best_step:
-                shutil.rmtree(self._path(old), ignore_errors=True)
-        self._saved = [saved for saved in self._saved if saved == self.best_step or saved in self._saved[-self.keep :]]
+    def on_exception(self, trainer: Trainer, logs: dict[str, Any]) -> None:
+        """Lets a save that has begun come to its end; the other ranks may be gone, so they are not asked."""
+        failure = self._writer.settle()
+        if failure is not None:
+            warnings.warn(str(failure), stacklevel=2)
 
     def _path(self, step: int) -> Path:
         return self.folder / f"{PREFIX}{step:08d}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the best value, its step, and the steps that were saved."""
-        return {"best": self.best, "best_step": self.best_step, "saved": list(self._saved)}
+        """Returns the steps that were saved, what was measured at them, and the best of them."""
+        return self._retention.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes them up."""
-        self.best, self.best_step, self._saved = state["best"], state["best_step"], list(state["saved"])
-
-
-def _greater_is_better(monitor: str) -> bool:
-    return any(mark in monitor for mark in ("acc", "auroc", "f1", "precision", "recall", "r2"))
+        self._retention.load_state_dict(state)

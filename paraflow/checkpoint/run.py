@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from paraflow.checkpoint.format import is_checkpoint, read, recover, write
+from paraflow.checkpoint.format import is_checkpoint, read, recover, take, verify
+from paraflow.checkpoint.image import take_apart
 from paraflow.checkpoint.random import random_state
+from paraflow.checkpoint.writer import Writer
 from paraflow.errors import CheckpointError
 from paraflow.mesh import Mesh
 
@@ -19,40 +23,138 @@ _NAME = re.compile(PREFIX + r"\d+")
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def save(state: dict[str, Any], mesh: Mesh, folder: Path) -> None:
+def save(state: dict[str, Any], mesh: Mesh, folder: Path, writer: Writer, replaces: Sequence[Path] = ()) -> None:
     """Saves a run's state, and every rank's random state with it: every rank calls it, and rank 0 writes.
+
+    Args:
+        state: The state, as one device would hold it.
+        mesh: The ranks.
+        folder: Where it is to be.
+        writer: Writes it.
+        replaces: Checkpoints that are removed when this one is there.
+
+    Raises:
+        CheckpointError: The state holds what cannot be kept; every rank raises.
+    """
+    image = take_apart({**state, "random": random_state(mesh)})
+    if mesh.rank == 0:
+        writer.save(folder, image, replaces)
+
+
+def settle(writer: Writer, mesh: Mesh) -> str | None:
+    """Waits until what was saved is on the disk: every rank calls it.
+
+    Returns:
+        Why it is not there, the same on every rank, or None where it is.
+    """
+    failure = writer.settle() if mesh.rank == 0 else None
+    return mesh.gather_texts("" if failure is None else str(failure))[0] or None
+
+
+def save_now(state: dict[str, Any], mesh: Mesh, folder: Path) -> None:
+    """Saves a run's state, and returns when it is on the disk: every rank calls it.
 
     Raises:
         CheckpointError: It could not be written; every rank raises.
     """
-    state = {**state, "random": random_state(mesh)}
-    failure: CheckpointError | None = None
-    if mesh.rank == 0:
-        try:
-            write(folder, state)
-        except CheckpointError as error:
-            failure = error
-    failed = mesh.broadcast(float(failure is not None))
+    writer = Writer()
+    save(state, mesh, folder, writer)
+    failure = settle(writer, mesh)
     if failure is not None:
-        raise failure
-    if failed:
-        raise CheckpointError(f"Rank 0 could not write the checkpoint {str(folder)!r}.")
+        raise CheckpointError(failure)
 
 
-def load(path: str | Path, shapes: Shapes) -> tuple[Path, dict[str, Any]]:
+def load(path: str | Path, shapes: Shapes, mesh: Mesh | None = None) -> tuple[Path, dict[str, Any]]:
     """Returns a checkpoint's folder and the run's state in it.
 
     Args:
         path: A checkpoint, or a folder of them, of which the newest is taken.
         shapes: Those of the model's parameters and buffers, by name.
+        mesh: The ranks, where all of them load: rank 0 finds and verifies the checkpoint for all.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it is of another model.
+        CheckpointError: There is no checkpoint, it is damaged, or it is of another model; every rank raises.
     """
-    folder = find(path)
-    state = read(folder)
+    if mesh is None:
+        folder = find(path)
+        verify(folder)
+        return folder, _taken(folder, shapes)
+    folder = Path(_told(mesh, lambda: _verified(find(path))))
+    return folder, _taken_by_all(folder, shapes, mesh)
+
+
+def load_newest(folders: Sequence[Path], shapes: Shapes, mesh: Mesh) -> tuple[Path, dict[str, Any], list[str]] | None:
+    """Returns the newest intact checkpoint in some folders, its state, and what is wrong with those that are newer.
+
+    None where there is no checkpoint at all: every rank calls it.
+
+    Raises:
+        CheckpointError: There are checkpoints, and none is intact; or it is of another model. Every rank raises.
+    """
+    told = _told(mesh, lambda: json.dumps(_newest_intact(folders)))
+    name, damaged = json.loads(told)
+    if name is None:
+        return None
+    return Path(name), _taken_by_all(Path(name), shapes, mesh), damaged
+
+
+def _newest_intact(folders: Sequence[Path]) -> tuple[str | None, list[str]]:
+    found = sorted((part for folder in folders for part in saved_in(folder)), key=_written_at, reverse=True)
+    damaged: list[str] = []
+    for part in found:
+        try:
+            verify(part)
+        except CheckpointError as error:
+            damaged.append(str(error).split(";")[0].removesuffix(" Resume from another"))
+        else:
+            return str(part), damaged
+    if damaged:
+        raise CheckpointError(f"None of the {len(damaged)} checkpoints can be resumed from. {' '.join(damaged)}")
+    return None, []
+
+
+def _verified(folder: Path) -> str:
+    verify(folder)
+    return str(folder)
+
+
+def _told(mesh: Mesh, ask: Callable[[], str]) -> str:
+    """What rank 0 found, on every rank; what it raised is raised on all."""
+    answer, error = "", None
+    if mesh.rank == 0:
+        try:
+            answer = "+" + ask()
+        except CheckpointError as caught:
+            error = caught
+            answer = "-" + str(caught)
+    answer = mesh.gather_texts(answer)[0]
+    if error is not None:
+        raise error
+    if answer.startswith("-"):
+        raise CheckpointError(answer[1:])
+    return answer[1:]
+
+
+def _taken_by_all(folder: Path, shapes: Shapes, mesh: Mesh) -> dict[str, Any]:
+    """Every rank's reading of a checkpoint; where one cannot, all raise."""
+    state, failure = {}, ""
+    try:
+        state = _taken(folder, shapes)
+    except CheckpointError as error:
+        failure = str(error)
+    failures = mesh.gather_texts(failure)
+    for rank, text in enumerate(failures):
+        if text and not failures[0]:
+            raise CheckpointError(f"Rank {rank} cannot read what rank 0 can; put checkpoints where all can. {text}")
+        if text:
+            raise CheckpointError(text)
+    return state
+
+
+def _taken(folder: Path, shapes: Shapes) -> dict[str, Any]:
+    state = take(folder)
     _require_shapes(shapes, shapes_of(state["model"]), folder)
-    return folder, state
+    return state
 
 
 def shapes_of(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -101,7 +203,18 @@ def saved_in(folder: Path) -> list[Path]:
     for old in folder.glob(f".{PREFIX}*.old"):
         recover(folder / old.name.removeprefix(".").removesuffix(".old"))
     found = [part for part in folder.glob(f"{PREFIX}*") if _NAME.fullmatch(part.name) and is_checkpoint(part)]
-    return sorted(found, key=lambda part: ((part / "state.json").stat().st_mtime_ns, part.name))
+    return sorted(found, key=_written_at)
+
+
+def tidy(folder: Path) -> None:
+    """Removes what a process that was killed left half written or half removed; no other may be writing there."""
+    for kind in ("writing", "removing"):
+        for part in folder.glob(f".{PREFIX}*.{kind}"):
+            shutil.rmtree(part, ignore_errors=True)
+
+
+def _written_at(checkpoint: Path) -> tuple[int, str]:
+    return (checkpoint / "state.json").stat().st_mtime_ns, checkpoint.name
 
 
 def _best_of(inside: list[Path]) -> Path:

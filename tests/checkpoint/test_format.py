@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import paraflow as pf
-from paraflow.checkpoint.format import read, write
+from paraflow.checkpoint.format import read
+from paraflow.checkpoint.format import write as write_image
+from paraflow.checkpoint.image import take_apart
 
 STATE: dict[str, Any] = {
     "model": {"weight": torch.arange(6.0).view(2, 3), "half": torch.ones(2, dtype=torch.bfloat16)},
@@ -19,6 +21,10 @@ STATE: dict[str, Any] = {
     "name": "ein Häuschen",
     "milestones": {3: 1, 10: 2},
 }
+
+
+def write(folder: Path, state: dict[str, Any]) -> None:
+    write_image(folder, take_apart(state))
 
 
 def test_what_goes_in_comes_out(tmp_path: Path) -> None:

@@ -1,0 +1,81 @@
+"""Writes checkpoints and removes old ones, in one queue: at once, or while training goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from paraflow.checkpoint.format import remove, write
+from paraflow.checkpoint.image import Image
+from paraflow.errors import CheckpointError
+
+
+class Writer:
+    """Writes a checkpoint, and then removes what it replaces; if it cannot be written, nothing is removed.
+
+    In the background a save first copies the tensors to memory of its own, which is kept for the next one: as much
+    host memory as the state is large. The copy is all that training waits for, unless the save before is not done yet.
+
+    Attributes:
+        background: Whether training goes on while a checkpoint is written.
+    """
+
+    def __init__(self, *, background: bool = False) -> None:
+        self.background = background
+        self._staging: dict[str, torch.Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._failure: CheckpointError | None = None
+
+    def save(self, folder: Path, image: Image, replaces: Sequence[Path] = ()) -> None:
+        """Writes an image to a folder, then removes other folders; `settle` tells how it went.
+
+        Raises:
+            CheckpointError: The one before failed, and nobody asked.
+        """
+        failure = self.settle()
+        if failure is not None:
+            raise failure
+        if not self.background:
+            self._write(folder, image, replaces)
+            return
+        copy = Image(image.plain, self._copied(image))
+        # Not a daemon: a process that ends waits for its checkpoint.
+        self._thread = threading.Thread(target=self._write, args=(folder, copy, replaces), name="paraflow-checkpoint")
+        self._thread.start()
+
+    def settle(self) -> CheckpointError | None:
+        """Waits for the save that is being written, if any; returns why the last one failed, once, or None."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        return failure
+
+    def _write(self, folder: Path, image: Image, replaces: Sequence[Path]) -> None:
+        try:
+            write(folder, image)
+        except CheckpointError as error:
+            self._failure = error
+            return
+        except Exception as error:  # in a thread nobody else would hear of it
+            self._failure = CheckpointError(f"The checkpoint {str(folder)!r} could not be written: {error!r}.")
+            self._failure.__cause__ = error
+            return
+        for old in replaces:
+            remove(old)
+
+    def _copied(self, image: Image) -> dict[str, torch.Tensor]:
+        """The tensors, copied to the host; memory of the last copy is used again where it fits."""
+        copies = {}
+        for name, tensor in image.tensors.items():
+            kept = self._staging.get(name)
+            if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+                kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            copies[name] = kept.copy_(tensor, non_blocking=True)
+        self._staging = copies
+        if any(tensor.is_cuda for tensor in image.tensors.values()):
+            torch.cuda.synchronize()
+        return copies
