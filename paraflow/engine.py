@@ -98,6 +98,7 @@ class Engine:
         last_norm: The gradient norm of the current step, where a plugin measured it.
         lr: The learning rate of the last step.
         batch: This rank's share of the batch that is trained on, or was last.
+        forwards: Micro-batches whose forward has begun, in training and without gradients: a sign of life.
         keep_outputs: Whether a step's outputs and targets are kept for metrics.
         hooks: What is called while a step runs.
     """
@@ -117,6 +118,7 @@ class Engine:
         self.last_norm: torch.Tensor | None = None
         self.lr = 0.0
         self.keep_outputs = True
+        self.forwards = 0
         self._normaliser = Normaliser(mesh)
         self._place_model()
         self._compose()
@@ -248,6 +250,7 @@ class Engine:
 
     def _forward_backward(self, micro: MicroBatch, batch: Batch) -> StepOutput:
         hooks = self.hooks
+        self.forwards += 1
         for listener in hooks.micro_batch_begin:
             listener()
         output = read_step(self._training_step(micro.data), micro.samples)
@@ -283,10 +286,12 @@ class Engine:
 
     def eval_step(self, micro: MicroBatch) -> StepOutput:
         """Runs forward of a micro-batch in evaluation; the caller turns off gradients and training mode."""
+        self.forwards += 1
         return read_step(self._call("validation_step")(micro.data), micro.samples)
 
     def predict_step(self, micro: MicroBatch) -> Any:
         """Returns the model's output for a micro-batch; the caller turns off gradients and training mode."""
+        self.forwards += 1
         return self._call("predict_step")(micro.data)
 
     def gradients(self) -> list[torch.Tensor]:

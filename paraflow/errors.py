@@ -31,6 +31,10 @@ class CheckpointError(ParaflowError, RuntimeError):
     """A checkpoint that is missing, incomplete, or of another model."""
 
 
+class StallError(ParaflowError, RuntimeError):
+    """A run in which ranks wait for one that does not come."""
+
+
 class LaunchError(ParaflowError, RuntimeError):
     """A process that could not be started, or that ended with an error.
 

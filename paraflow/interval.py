@@ -66,5 +66,16 @@ class Interval:
             return None
         return cls(int(amount), "ep" if unit == "ep" else "st")
 
+    @property
+    def seconds(self) -> float:
+        """The seconds of an interval of time.
+
+        Raises:
+            ValueError: It is one of steps or epochs.
+        """
+        if self.unit != "s":
+            raise ValueError(f"{str(self)!r} is no time; write a time such as '30s', '10min' or '2h'.")
+        return self.amount
+
     def __str__(self) -> str:
         return f"{self.amount:g}{self.unit}"

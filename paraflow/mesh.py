@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -262,6 +263,8 @@ def _start_process_group(device: torch.device) -> None:
     options: dict[str, Any] = {}
     if device.type == "cuda":
         options["device_id"] = device
+    # Torch's flight recorder tells a rank that waits from one that is waited for (paraflow.watch).
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", **options)
     # A gloo run that leaves without destroying its group can abort at exit.
     atexit.register(shutdown)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from paraflow.data import Division, Feed, Reader, Source
-from paraflow.engine import Engine
+from paraflow.data import Batch, Division, Feed, Reader, Source
+from paraflow.engine import Engine, StepResult
 from paraflow.interval import Interval
 from paraflow.meters import MeanMeter
 from paraflow.models.losses import gives_probabilities
@@ -37,6 +37,14 @@ class Run:
     def start(self, step: int) -> None:
         """Begins to count time, at a step."""
         self.val_trigger.start(step)
+
+    def measure(self, batch: Batch, result: StepResult) -> None:
+        """Adds a step to the epoch's means and metrics."""
+        if self.metrics:
+            for micro, output in zip(batch.micro_batches, result.outputs, strict=True):
+                self.metrics.update(output.output, output.target, micro.samples)
+                output.output = output.target = None
+        self.meter.add(result.outputs)
 
     def reset(self) -> None:
         """Begins an epoch's measurements."""

@@ -14,7 +14,7 @@
                 on_step_end                                             (the step is counted)
                 if validation is due: on_validation_begin, on_validation_end
                 if the epoch is over: on_epoch_end                      (the epoch is counted)
-                on_checkpoint
+                a signal stops all ranks here; on_checkpoint
         on_train_end
 
 It knows no strategy: what a plan changes is in its plugins.
@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +35,7 @@ from paraflow import evaluation
 from paraflow.callbacks.base import Callback
 from paraflow.callbacks.dispatch import Dispatcher
 from paraflow.callbacks.progress import ProgressBar
-from paraflow.checkpoint.random import restore_random_state
-from paraflow.checkpoint.run import load, save_now
+from paraflow.checkpoint.run import save_now
 from paraflow.data import Batch, Feed, Source, as_source, as_validation_source
 from paraflow.engine import Engine, StepResult
 from paraflow.errors import ParaflowError
@@ -58,6 +57,10 @@ from paraflow.resolve import Request
 from paraflow.run import feed_of, make_run, metrics_of
 from paraflow.seeding import make_deterministic
 from paraflow.seeding import seed as seed_everything
+from paraflow.state import restore, state_of
+from paraflow.state import resume as resume_run
+from paraflow.watch import Watch
+from paraflow.watch.signals import interruption, signal_number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,12 +72,8 @@ class Trainer:
     Args:
         max_epochs: Epochs to train; 1 where neither this nor `max_steps` is given.
         max_steps: Optimizer steps to train; the first of the two to come ends the run.
-        dp: Degree of data parallelism; left out, it fills the world. See `paraflow.Plan` for this and what follows.
-        fsdp: Degree of sharded data parallelism.
-        tp: Degree of tensor parallelism.
-        pp: Degree of pipeline parallelism.
-        ep: Degree of expert parallelism.
-        cp: Degree of context parallelism.
+        dp, fsdp, tp, pp, ep, cp: Degrees of data, sharded data, tensor, pipeline, expert and context parallelism; dp
+            fills the world where it is left out. See `paraflow.Plan` for these and what follows.
         accumulate: Micro-batches for one optimizer step.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         comm_hook: ``"bf16"`` or ``"fp16"``: what gradients are communicated in.
@@ -94,8 +93,12 @@ class Trainer:
         loggers: Callbacks that write numbers; called after the others.
         progress: Whether the plan and the progress are printed (by rank 0).
         val_every: How often `fit` validates: ``"1ep"``, steps, or time.
+        stall_timeout: After so long without a sign of life, a run in which ranks wait for another is ended, and who is
+            waited for is named (a tenth of it earlier, too); None waits for ever.
+        preempt_signal: A signal, such as ``"SIGUSR1"``, that stops the run as SIGTERM does: saved, at a step boundary.
 
     Attributes:
+        is_main: Whether this is rank 0, which prints and writes.
         limits: When the run ends.
         step: Optimizer steps that are done: the only counter of schedules, logs and checkpoints.
         epoch: Epochs that are complete.
@@ -104,6 +107,7 @@ class Trainer:
         steps_per_epoch, total_steps: Steps of an epoch and of the run; None where the data does not say.
         history: The numbers of each epoch so far.
         run: The feeds and meters of the fit.
+        dispatcher: The callbacks, by event.
     """
 
     def __init__(
@@ -136,6 +140,8 @@ class Trainer:
         loggers: Sequence[Callback] = (),
         progress: bool = True,
         val_every: Interval | str | int = "1ep",
+        stall_timeout: Interval | str | None = "10min",
+        preempt_signal: str | None = None,
     ) -> None:
         arguments = locals()
         said = {name: arguments[name] for name in PLAN_FIELDS if arguments.get(name) is not None}
@@ -143,10 +149,16 @@ class Trainer:
         self.limits = Limits.of(max_epochs, max_steps)
         self.seed = seed
         self.progress = progress
+        self.is_main = is_main()
         self._device = device
         self._val_every = Interval.parse(val_every)
+        self._watching = partial(
+            Watch,
+            stall_seconds=None if stall_timeout is None else Interval.parse(stall_timeout).seconds,
+            preempt_signal=signal_number(preempt_signal),
+        )
         own = [ProgressBar()] if progress and not any(isinstance(c, ProgressBar) for c in callbacks) else []
-        self._dispatcher = Dispatcher(self, [*callbacks, *loggers, *own])
+        self.dispatcher = Dispatcher(self, [*callbacks, *loggers, *own])
         self._engine: Engine | None = None
         self._choices: list[Choice] = []
         self._reset()
@@ -181,14 +193,9 @@ class Trainer:
         return self.engine.mesh
 
     @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0, which prints and writes."""
-        return is_main()
-
-    @property
     def callbacks(self) -> tuple[Callback, ...]:
         """The callbacks, in the order in which they are called."""
-        return tuple(self._dispatcher.callbacks)
+        return tuple(self.dispatcher.callbacks)
 
     @cached_property
     def console(self) -> Console:
@@ -212,7 +219,8 @@ class Trainer:
             train: Arrays, a dataset, a DataLoader, an iterable of batches, or a function that returns one.
             val: The same, to validate on.
             batch_size: Samples of one optimizer step over all ranks; for arrays and datasets 32 where it is left out.
-            resume: A checkpoint, or a folder of them, to go on from.
+            resume: A checkpoint, a folder of them, or ``"auto"``: the newest that the run's own Checkpoint callback has
+                written, if any.
 
         Returns:
             The numbers of each epoch.
@@ -224,17 +232,18 @@ class Trainer:
         val_source = None if val is None else as_validation_source(val, batch_size)
         self._reset()
         self._engine, self._choices = self._engine_of(model, source.batch_size)
-        require_same(self.engine, self._dispatcher.signature(), source)
+        require_same(self.engine, self.dispatcher.signature(), source)
         choices = [*self._choices, *fit_micro_batches(self.engine, self._request, source)]
         for line in describe(self.engine, choices, source):
             self._print(line)
         self._begin_run(source, val_source)
-        if resume is not None:
-            self._resume(resume)
+        for line in [] if resume is None else resume_run(self, resume):
+            self._print(line)
         try:
-            self._train()
+            with self._watching(self.mesh, lambda: self.engine.forwards) as self._watch:
+                self._train()
         except BaseException as error:
-            self._dispatcher.fire("on_exception", {"exception": error})
+            self.dispatcher.fire("on_exception", {"exception": error})
             raise
         return self.history
 
@@ -249,29 +258,24 @@ class Trainer:
     def _begin_run(self, source: Source, val_source: Source | None) -> None:
         self.steps_per_epoch, self.total_steps = source.length, self.limits.total_steps(source.length)
         self.engine.prepare_optimizer(self.total_steps)
-        self.engine.hooks = self._dispatcher.step_hooks()
+        self.engine.hooks = self.dispatcher.step_hooks()
         self.run = make_run(self.engine, source, val_source, self.seed, self._val_every)
         self.engine.keep_outputs = bool(self.run.metrics)
         seed_everything(self.seed + self.mesh.data_rank)
 
-    def _resume(self, path: str | Path) -> None:
-        folder, state = load(path, self.engine.shapes, self.mesh)
-        self.load_state_dict(state)
-        restore_random_state(state["random"], self.mesh)
-        self._print(f"resumed from {folder} at step {self.step}")
-
     def _train(self) -> None:
         if not self.engine.module.training:  # parts that were set to evaluation by themselves stay so
             self.engine.module.train()
-        self._dispatcher.start(self.step, self.mesh.broadcast)
+        self.dispatcher.start(self.step, self.mesh.broadcast)
         self.run.start(self.step)
-        self._dispatcher.fire("on_train_begin")
+        self._watch.start(self.step)
+        self.dispatcher.fire("on_train_begin")
         while not self.finishing:
             self._train_epoch()
-        self._dispatcher.fire("on_train_end")
+        self.dispatcher.fire("on_train_end")
 
     def _train_epoch(self) -> None:
-        run, engine, fire = self.run, self.engine, self._dispatcher.fire
+        run, engine, fire = self.run, self.engine, self.dispatcher.fire
         self.current_epoch = run.feed.epoch
         fire("on_epoch_begin")
         for batch in run.feed:
@@ -285,17 +289,17 @@ class Trainer:
             ended = batch.last or self.finishing
             if ended:
                 self._end_epoch(validated)
+            signal = self._watch.stopped(self.step)
+            self._stopping |= signal is not None
             fire("on_checkpoint")
+            if signal is not None:
+                raise interruption(signal)
             if ended:
                 return
 
     def _after_step(self, batch: Batch, result: StepResult) -> None:
-        if self.run.metrics:
-            for micro, output in zip(batch.micro_batches, result.outputs, strict=True):
-                self.run.metrics.update(output.output, output.target, micro.samples)
-                output.output = output.target = None
-        self.run.meter.add(result.outputs)
-        due = self._dispatcher.due(self.step)
+        self.run.measure(batch, result)
+        due = self.dispatcher.due(self.step)
         if not due:
             return
         norm = {} if result.norm is None else {"grad_norm": result.norm}
@@ -315,7 +319,7 @@ class Trainer:
         self.history.add(self.current_epoch, logs)
         if self.epoch_complete:
             self.run.reset()
-        self._dispatcher.fire("on_epoch_end", logs)
+        self.dispatcher.fire("on_epoch_end", logs)
         self._agree_to_stop()
 
     def _validate(self) -> dict[str, float]:
@@ -327,9 +331,9 @@ class Trainer:
         return logs
 
     def _evaluate(self, engine: Engine, feed: Feed, metrics: MetricSet) -> dict[str, float]:
-        self._dispatcher.fire("on_validation_begin")
+        self.dispatcher.fire("on_validation_begin")
         logs = {f"val_{name}": value for name, value in evaluation.evaluate(engine, feed, metrics).items()}
-        self._dispatcher.fire("on_validation_end", logs)
+        self.dispatcher.fire("on_validation_end", logs)
         return logs
 
     def _agree_to_stop(self) -> None:
@@ -358,9 +362,9 @@ class Trainer:
     def predict(self, model: nn.Module, data: Any, batch_size: int | None = None) -> Any:
         """Returns a model's outputs over data, in the order of the data, on every rank; targets are passed over."""
         engine, feed = self._reading(model, data, batch_size, "data to predict")
-        self._dispatcher.fire("on_predict_begin")
+        self.dispatcher.fire("on_predict_begin")
         outputs = evaluation.predict(engine, feed)
-        self._dispatcher.fire("on_predict_end")
+        self.dispatcher.fire("on_predict_end")
         return outputs
 
     def _reading(self, model: nn.Module, data: Any, batch_size: int | None, name: str) -> tuple[Engine, Feed]:
@@ -378,22 +382,11 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the run's state, all but random state, as one device would hold it: a collective."""
-        return {
-            **self.engine.state_dict(),
-            "plan": self.plan.to_dict(),
-            "counters": {"step": self.step, "epoch": self.epoch},
-            "run": self.run.state_dict(),
-            "history": self.history.state_dict(self.epoch),
-            "callbacks": self._dispatcher.state_dict(),
-        }
+        return state_of(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up a run's state, saved under whatever plan."""
-        self.engine.load_state_dict(state)
-        self.run.load_state_dict(state["run"])
-        self.history.load_state_dict(state["history"])
-        self._dispatcher.load_state_dict(state["callbacks"])
-        self.step, self.epoch = state["counters"]["step"], state["counters"]["epoch"]
+        restore(self, state)
 
     def _print(self, line: str) -> None:
         if self.progress and self.is_main:

@@ -1,0 +1,121 @@
+"""Where a rank is: its step, its line of Python, and the collective it waits in."""
+
+from __future__ import annotations
+
+import json
+import sys
+import sysconfig
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+_PACKAGE = str(Path(__file__).parents[1])
+_TORCH = str(Path(torch.__file__).parent)
+_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "<frozen")
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a rank was when it was asked.
+
+    Attributes:
+        rank: The rank.
+        step: Steps that were done.
+        seconds: How long it had not moved.
+        line: Its innermost line of the user's code, or else of Paraflow: ``"train.py:33 in training_step"``.
+        collective: The collective that it waits in, or None.
+        sequence: The number of that collective among those of its group, or of the last one that is done.
+    """
+
+    rank: int
+    step: int
+    seconds: float
+    line: str
+    collective: str | None
+    sequence: int
+
+    def __str__(self) -> str:
+        place = f"waits in {self.collective}" if self.collective else "is in no collective"
+        return f"rank {self.rank}: after step {self.step}, at {self.line}, {place}, for {self.seconds:.0f} s"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain data."""
+        return asdict(self)
+
+
+def position(rank: int, step: int, seconds: float, thread: int) -> Position:
+    """Returns where a thread of this rank is."""
+    collective, sequence = last_collective()
+    return Position(rank, step, seconds, line_of(thread), collective, sequence)
+
+
+def line_of(thread: int) -> str:
+    """Returns the innermost line of the user's code that a thread runs, or else of Paraflow, or else any."""
+    frames = _frames(thread)
+    users = [frame for frame in frames if not frame.f_code.co_filename.startswith((_PACKAGE, _TORCH, *_LIBRARIES))]
+    ours = [frame for frame in frames if frame.f_code.co_filename.startswith(_PACKAGE)]
+    if not frames:
+        return "no line of Python"
+    if not users:
+        return _place((ours or frames)[0])
+    within = ours and frames.index(ours[0]) < frames.index(users[0])
+    return f"{_place(users[0])} (within it {_place(ours[0])})" if within else _place(users[0])
+
+
+def _place(frame: FrameType) -> str:
+    path = Path(frame.f_code.co_filename)
+    name = path.relative_to(Path(_PACKAGE).parent) if path.is_relative_to(_PACKAGE) else path.name
+    return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def stack_of(thread: int) -> str:
+    """Returns the Python stack of a thread, as a traceback shows it."""
+    frame = sys._current_frames().get(thread)
+    return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else ""
+
+
+def _frames(thread: int) -> list[FrameType]:
+    """A thread's frames, innermost first."""
+    frame, frames = sys._current_frames().get(thread), []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def last_collective() -> tuple[str | None, int]:
+    """Returns the oldest collective that is not done, in words, or None; and its number, or that of the last.
+
+    It is read from torch's flight recorder, which knows those that C++ starts, too.
+    """
+    entries = [entry for entry in _recorded() if not entry.get("is_p2p")]
+    if not entries:
+        return None, 0
+    pending = [entry for entry in entries if not entry.get("retired") and entry.get("state") != "completed"]
+    entry = pending[0] if pending else entries[-1]
+    sequence = int(entry.get("collective_seq_id", 0))
+    return (_words(entry) if pending else None), sequence
+
+
+def _words(entry: dict[str, Any]) -> str:
+    name = str(entry.get("profiling_name", "a collective")).split(":")[-1]
+    types, sizes = entry.get("input_dtypes") or [], entry.get("input_sizes") or []
+    tensors = ", ".join(f"{kind.lower()}{list(size)}" for kind, size in zip(types, sizes, strict=False))
+    return f"{name}({tensors}), number {entry.get('collective_seq_id')} of its group"
+
+
+def _recorded() -> list[dict[str, Any]]:
+    """The flight recorder's entries, the oldest first; none where it is not built in, or not on."""
+    from torch._C import _distributed_c10d as c10d
+
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(c10d, name, None)
+        if dump is not None:
+            entries = json.loads(dump()).get("entries", [])
+            if entries:
+                return list(entries)
+    return []

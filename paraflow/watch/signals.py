@@ -1,0 +1,133 @@
+"""Signals that ask a run to stop, heard even while the main thread waits in a collective."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any, ClassVar, NoReturn
+
+_SAME_SECONDS = 1.0  # a launcher and a batch system may both pass one signal on
+
+
+def signal_number(name: str | int | None) -> int | None:
+    """Returns a signal's number.
+
+    Raises:
+        ValueError: There is no such signal, or it cannot be caught.
+
+    Example:
+        >>> signal_number("SIGUSR1") == signal.SIGUSR1, signal_number(None)
+        (True, None)
+    """
+    if name is None:
+        return None
+    try:
+        number = signal.Signals[name] if isinstance(name, str) else signal.Signals(name)
+    except (KeyError, ValueError):
+        raise ValueError(f"preempt_signal={name!r} is no signal here; write its name, such as 'SIGUSR1'.") from None
+    if number in (signal.SIGKILL, signal.SIGSTOP):
+        raise ValueError(f"preempt_signal={name!r} cannot be caught by any process; write 'SIGUSR1' or 'SIGUSR2'.")
+    return int(number)
+
+
+def interruption(number: int) -> BaseException:
+    """Returns what is raised when a signal has ended a run in order: the process exits with 128 + its number."""
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+
+
+class Signals:
+    """Catches signals while it is in place; a second one ends the process at once.
+
+    Python runs a handler between two of its instructions, which do not come while the main thread waits in a
+    collective. So the handlers do nothing, and the byte that the interpreter writes for a signal is read by a thread.
+
+    Args:
+        numbers: The signals.
+    """
+
+    _in_place: ClassVar[Signals | None] = None
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self._numbers = numbers
+        self._handlers: dict[int, Any] = {}
+        self._wakeup = -1
+        self._first: tuple[int, float] | None = None
+        self._read_end, self._write_end = os.pipe()
+        for end in (self._read_end, self._write_end):
+            os.set_blocking(end, False)
+
+    def install(self) -> None:
+        """Puts the handlers in place; in a thread that is not the main one there can be none, and nothing is done."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        for number in self._numbers:
+            self._handlers[number] = signal.signal(number, _heard)
+        Signals._in_place = self
+
+    def remove(self) -> None:
+        """Puts back what was there before."""
+        if self._handlers:
+            for number, handler in self._handlers.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            signal.set_wakeup_fd(self._wakeup)
+            self._handlers = {}
+            Signals._in_place = None
+        os.close(self._read_end)
+        os.close(self._write_end)
+
+    def wake(self) -> None:
+        """Ends a wait of another thread."""
+        os.write(self._write_end, b"\0")
+
+    def wait(self, seconds: float) -> int | None:
+        """Waits for so long, or until a signal comes; returns the first signal, once. A second one ends the process."""
+        if not select.select([self._read_end], [], [], seconds)[0]:
+            return None
+        return self._read(os.read(self._read_end, 64))
+
+    def _read(self, numbers: bytes) -> int | None:
+        for number in numbers:
+            if number not in self._numbers:
+                continue
+            if self._first is None:
+                self._first = (number, time.monotonic())
+                return number
+            if time.monotonic() - self._first[1] > _SAME_SECONDS:
+                end_at_once(128 + number)
+        return None
+
+
+def _heard(number: int, frame: FrameType | None) -> None:
+    """Keeps the signal from doing what it does by default."""
+
+
+def _let_go() -> None:
+    """In a forked process (a loader's worker): its signals are its own, and are not written to the parent's pipe."""
+    if Signals._in_place is None:
+        return
+    with contextlib.suppress(ValueError):
+        signal.set_wakeup_fd(-1)
+        for number in Signals._in_place._numbers:
+            signal.signal(number, signal.SIG_DFL)
+    Signals._in_place = None
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+def end_at_once(status: int) -> NoReturn:
+    """Ends the process without its clean-up, whatever the main thread waits for."""
+    if sys.stderr.isatty():
+        sys.stderr.write("\x1b[?25h\n")  # a progress bar hides the cursor
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(status)
