@@ -63,6 +63,10 @@ class StepResult:
     stepped: bool
 
 
+class StepAbandoned(Exception):
+    """A step was given up on all ranks before its optimizer stepped."""
+
+
 class _Steps(nn.Module):
     """A task's steps as one module, so that a plugin can wrap how all of them are called."""
 
@@ -98,6 +102,8 @@ class Engine:
         last_norm: The gradient norm of the current step, where a plugin measured it.
         lr: The learning rate of the last step.
         batch: This rank's share of the batch that is trained on, or was last.
+        run_micro_batch: Runs forward and backward of one micro-batch; what stands around it may be put in its place.
+        abandons: Asked between a step's gradients and its optimizer: whether the step is given up.
         forwards: Micro-batches whose forward has begun, in training and without gradients: a sign of life.
         keep_outputs: Whether a step's outputs and targets are kept for metrics.
         hooks: What is called while a step runs.
@@ -118,6 +124,8 @@ class Engine:
         self.last_norm: torch.Tensor | None = None
         self.lr = 0.0
         self.keep_outputs = True
+        self.run_micro_batch: Callable[[MicroBatch, Batch], StepOutput] = self._forward_backward
+        self.abandons: Callable[[], bool] | None = None
         self.forwards = 0
         self._normaliser = Normaliser(mesh)
         self._place_model()
@@ -214,7 +222,11 @@ class Engine:
             group["params"] = [replaced.get(id(p), p) for p in group["params"]]
 
     def train_step(self, batch: Batch) -> StepResult:
-        """Runs one optimizer step on this rank's share of a batch."""
+        """Runs one optimizer step on this rank's share of a batch.
+
+        Raises:
+            StepAbandoned: `abandons` gave it up.
+        """
         for parameter in self.parameters:
             parameter.grad = None
         self.batch = batch
@@ -226,6 +238,8 @@ class Engine:
         correction = self._normaliser.correction(outputs, batch)
         if correction is not None:
             torch._foreach_mul_(self.gradients(), correction)
+        if self.abandons is not None and self.abandons():
+            raise StepAbandoned
         stepped = self._step()
         return StepResult(outputs, self._normaliser.totals, self.last_norm, stepped)
 
@@ -233,11 +247,11 @@ class Engine:
         """Runs forward and backward of the micro-batches one after another."""
         count = len(batch.micro_batches)
         if not self._contexts:
-            return [self._forward_backward(micro, batch) for micro in batch.micro_batches]
+            return [self.run_micro_batch(micro, batch) for micro in batch.micro_batches]
         outputs = []
         for index, micro in enumerate(batch.micro_batches):
             with self._around(index, count):
-                outputs.append(self._forward_backward(micro, batch))
+                outputs.append(self.run_micro_batch(micro, batch))
         return outputs
 
     @contextmanager
@@ -284,6 +298,10 @@ class Engine:
             loss = scale(loss)
         return loss
 
+    def forward(self, data: Any) -> Any:
+        """Returns what the training step gives for a micro-batch's data: a forward without anything around it."""
+        return self._training_step(data)
+
     def eval_step(self, micro: MicroBatch) -> StepOutput:
         """Runs forward of a micro-batch in evaluation; the caller turns off gradients and training mode."""
         self.forwards += 1
@@ -312,7 +330,7 @@ class Engine:
     def _apply(self) -> bool:
         for listener in self.hooks.before_optimizer_step:
             listener()
-        self.lr = self.optimizer.param_groups[0]["lr"]
+        self.lr = _number(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         if self.schedule is not None:
             self.schedule.step()
@@ -340,6 +358,11 @@ class Engine:
             if self.schedule is not None and state["schedule"] is not None:
                 self.schedule.load_state_dict(state["schedule"])
             self.lr = self.optimizer.param_groups[0]["lr"]
+
+
+def _number(lr: Any) -> Any:
+    """A learning rate as it is now: a schedule changes one that is a tensor in place."""
+    return lr.clone() if isinstance(lr, torch.Tensor) else lr
 
 
 def trained_parts(module: nn.Module) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from paraflow.data import Source
-from paraflow.data.batch import count_rows, to_device
+from paraflow.data.batch import count_rows, map_tensors, to_device
 from paraflow.engine import Engine
 from paraflow.errors import DataError, ParaflowError
 from paraflow.mesh import Mesh
@@ -16,6 +16,7 @@ from paraflow.models.task import Task
 from paraflow.planner import Choice, Footprint, choose_accumulation
 from paraflow.plugins.precision import DTYPES
 from paraflow.profiler import activation_bytes, free_memory
+from paraflow.profiler.attempt import attempt
 from paraflow.resolve import Request, facts, resolve
 from paraflow.rules import check
 
@@ -79,7 +80,7 @@ def fit_micro_batches(engine: Engine, request: Request, source: Source) -> Choic
 
     Every rank chooses the same, by the one with the least memory.
     """
-    if not request.auto or "accumulate" in request.fields():
+    if not request.chooses("accumulate"):
         return []
     choice = _choose(engine, source)
     if choice.value != engine.plan.accumulate:
@@ -94,17 +95,27 @@ def _choose(engine: Engine, source: Source) -> Choice:
         return Choice("accumulate", 1, "batches come ready-made")
     if engine.plan.world_size > engine.plan.dp:
         return Choice("accumulate", 1, "the model is spread over ranks, so one rank cannot measure it")
-    batch = to_device(sample(_MEASURED_SAMPLES), mesh.device)
-    kept = activation_bytes(task.module, task.training_step, batch, _precision(engine))
-    footprint = Footprint(
-        parameters=sum(parameter.numel() for parameter in task.module.parameters()),
-        activations=kept // count_rows(batch),
-        free=free_memory(mesh.device),
-    )
+    # A copy: a view of the whole data would be counted as kept, whole.
+    batch = map_tensors(torch.clone, to_device(sample(_MEASURED_SAMPLES), mesh.device))
     share = -(-min(source.batch_size, _samples(source)) // mesh.data_ranks)
-    mine = choose_accumulation(footprint, share)
+    kept = attempt(lambda: activation_bytes(task.module, task.training_step, batch, _precision(engine)), mesh.device)
+    mine = (
+        Choice("accumulate", share, f"{_MEASURED_SAMPLES} samples at once do not fit in memory")
+        if kept is None
+        else _by_footprint(engine, kept // count_rows(batch), share)
+    )
     steps = max(int(value) for value in mesh.all_gather(torch.tensor([mine.value], device=mesh.device)))
     return mine if steps == mine.value else Choice("accumulate", steps, "the rank with the least free memory needs it")
+
+
+def _by_footprint(engine: Engine, activations: int, share: int) -> Choice:
+    """What the planner chooses for so many bytes of activations a sample."""
+    footprint = Footprint(
+        parameters=sum(parameter.numel() for parameter in engine.task.module.parameters()),
+        activations=activations,
+        free=free_memory(engine.mesh.device),
+    )
+    return choose_accumulation(footprint, share)
 
 
 def _samples(source: Source) -> int:

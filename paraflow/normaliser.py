@@ -51,7 +51,8 @@ class Normaliser:
             return (output.weight * (ranks / self._estimated_total(output, batch))).to(output.loss.dtype)
         if ranks == 1:
             return 1.0
-        self.totals = self._mesh.all_reduce(weighted_sums([output]))
+        if self.totals is None:  # a forward that is run again in the same step must not exchange again
+            self.totals = self._mesh.all_reduce(weighted_sums([output]))
         share = output.weight * ranks / self.totals[1]
         return torch.where(self.totals[1] > 0, share, 0.0).to(output.loss.dtype)
 

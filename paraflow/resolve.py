@@ -42,6 +42,10 @@ class Request:
             raise PlanError(f"auto must be 'O1' or None, not {self.auto!r}.")
         self.fields()
 
+    def chooses(self, name: str) -> bool:
+        """Whether ``auto`` chooses a field, because it was left out."""
+        return self.auto is not None and name not in self.fields()
+
     def fields(self) -> dict[str, Any]:
         """Returns the plan's fields that were said anywhere.
 

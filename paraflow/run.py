@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,7 @@ class Run:
         metrics: The epoch's metrics of training.
         val_metrics: Those of validation.
         val_trigger: When validation is due.
+        parts: In how many parts each micro-batch is run, since memory ran out; see `paraflow.memory`.
     """
 
     feed: Feed
@@ -33,6 +36,7 @@ class Run:
     metrics: MetricSet
     val_metrics: MetricSet
     val_trigger: Trigger
+    parts: int = 1
 
     def start(self, step: int) -> None:
         """Begins to count time, at a step."""
@@ -46,6 +50,13 @@ class Run:
                 output.output = output.target = None
         self.meter.add(result.outputs)
 
+    def compute(self) -> dict[str, float]:
+        """Returns the epoch's means and metrics so far: a collective."""
+        numbers = {**self.meter.compute(), **self.metrics.compute()}
+        if not math.isfinite(numbers["loss"]):
+            warnings.warn(f"The loss of the epoch is {numbers['loss']}; NaNGuard finds where it begins.", stacklevel=3)
+        return numbers
+
     def reset(self) -> None:
         """Begins an epoch's measurements."""
         self.meter.reset()
@@ -58,6 +69,7 @@ class Run:
             "val_feed": None if self.val_feed is None else self.val_feed.state_dict(),
             "meter": self.meter.state_dict(),
             "metrics": self.metrics.state_dict(),
+            "parts": self.parts,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -65,6 +77,7 @@ class Run:
         self.feed.load_state_dict(state["feed"])
         if self.val_feed is not None and state["val_feed"] is not None:
             self.val_feed.load_state_dict(state["val_feed"])
+        self.parts = int(state["parts"])
         self.meter.load_state_dict(state["meter"])
         self.metrics.load_state_dict(state["metrics"], first=self.feed.reader.division.rank == 0)
 

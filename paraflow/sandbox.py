@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from paraflow.checkpoint.random import random_state, restore_random_state
-from paraflow.engine import StepHooks
+from paraflow.engine import Engine, StepHooks
+from paraflow.state import restore, state_of
 
 if TYPE_CHECKING:
     from paraflow.trainer import Trainer
@@ -23,19 +24,45 @@ def preserved(trainer: Trainer) -> Iterator[None]:
     """
     engine, run = trainer.engine, trainer.run
     state = copy.deepcopy({"engine": engine.state_dict(), "run": run.state_dict()})
-    generators = random_state(engine.mesh)
     hooks, engine.hooks = engine.hooks, StepHooks()
+    with _surroundings(engine):
+        try:
+            yield
+        finally:
+            engine.hooks = hooks
+            engine.load_state_dict(state["engine"])
+            run.load_state_dict(state["run"])
+
+
+@contextmanager
+def undone(trainer: Trainer) -> Iterator[None]:
+    """Runs a block that may train in every way; afterwards the run's state is as it was before.
+
+    Callbacks hear of everything; they are given their state of before back, and keep what is not in it.
+    """
+    state = copy.deepcopy(state_of(trainer))
+    with _surroundings(trainer.engine):
+        try:
+            yield
+        finally:
+            restore(trainer, state)
+
+
+@contextmanager
+def _surroundings(engine: Engine) -> Iterator[None]:
+    """Puts back what no state holds: random generators, modes, gradients, buffers that are not persistent."""
+    generators = random_state(engine.mesh)
     modes = [(module, module.training) for module in engine.module.modules()]
+    buffers = {name: buffer.detach().clone() for name, buffer in engine.module.named_buffers()}
     lr = engine.lr
     try:
         yield
     finally:
-        engine.hooks = hooks
-        engine.load_state_dict(state["engine"])
         engine.lr = lr
-        run.load_state_dict(state["run"])
         for module, training in modes:
             module.training = training
+        for name, buffer in engine.module.named_buffers():
+            buffer.data.copy_(buffers[name])
         for parameter in engine.parameters:
             parameter.grad = None
         restore_random_state(generators, engine.mesh)

@@ -22,10 +22,8 @@ It knows no strategy: what a plan changes is in its plugins.
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +32,9 @@ from torch import nn
 from paraflow import evaluation
 from paraflow.callbacks.base import Callback
 from paraflow.callbacks.dispatch import Dispatcher
-from paraflow.callbacks.progress import ProgressBar
 from paraflow.checkpoint.run import save_now
 from paraflow.data import Batch, Feed, Source, as_source, as_validation_source
+from paraflow.dry_run import dry_run
 from paraflow.engine import Engine, StepResult
 from paraflow.errors import ParaflowError
 from paraflow.fitting import build_engine, fit_micro_batches, require_batch, require_same
@@ -45,6 +43,7 @@ from paraflow.interval import Interval
 from paraflow.launch.environment import is_main
 from paraflow.limits import Limits
 from paraflow.logs import Logs
+from paraflow.memory import explain, stepping
 from paraflow.mesh import Mesh, choose_device
 from paraflow.meters import step_means
 from paraflow.models.metrics import MetricSet
@@ -57,10 +56,10 @@ from paraflow.resolve import Request
 from paraflow.run import feed_of, make_run, metrics_of
 from paraflow.seeding import make_deterministic
 from paraflow.seeding import seed as seed_everything
+from paraflow.settings import Settings
 from paraflow.state import restore, state_of
 from paraflow.state import resume as resume_run
-from paraflow.watch import Watch
-from paraflow.watch.signals import interruption, signal_number
+from paraflow.watch.signals import interruption
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -95,6 +94,9 @@ class Trainer:
         val_every: How often `fit` validates: ``"1ep"``, steps, or time.
         stall_timeout: After so long without a sign of life, a run in which ranks wait for another is ended, and who is
             waited for is named (a tenth of it earlier, too); None waits for ever.
+        debug: Whether ranks compare each collective before it runs, and every 10 steps (or so many) their parameters.
+        dry_run: Whether `fit` runs two steps of everything, saves and restores, then undoes it.
+        overfit: Train on so many batches only, the same in every epoch, to see that the model can learn them.
         preempt_signal: A signal, such as ``"SIGUSR1"``, that stops the run as SIGTERM does: saved, at a step boundary.
 
     Attributes:
@@ -142,6 +144,9 @@ class Trainer:
         val_every: Interval | str | int = "1ep",
         stall_timeout: Interval | str | None = "10min",
         preempt_signal: str | None = None,
+        debug: bool | int = False,
+        dry_run: bool = False,
+        overfit: int | None = None,
     ) -> None:
         arguments = locals()
         said = {name: arguments[name] for name in PLAN_FIELDS if arguments.get(name) is not None}
@@ -151,14 +156,11 @@ class Trainer:
         self.progress = progress
         self.is_main = is_main()
         self._device = device
-        self._val_every = Interval.parse(val_every)
-        self._watching = partial(
-            Watch,
-            stall_seconds=None if stall_timeout is None else Interval.parse(stall_timeout).seconds,
-            preempt_signal=signal_number(preempt_signal),
+        self._settings = Settings.of(
+            val_every, stall_timeout, preempt_signal, debug=debug, dry_run=dry_run, overfit=overfit
         )
-        own = [ProgressBar()] if progress and not any(isinstance(c, ProgressBar) for c in callbacks) else []
-        self.dispatcher = Dispatcher(self, [*callbacks, *loggers, *own])
+        listeners = self._settings.listeners(callbacks, loggers, progress=progress)
+        self.dispatcher = Dispatcher(self, listeners, self._settings.silent)
         self._engine: Engine | None = None
         self._choices: list[Choice] = []
         self._reset()
@@ -230,6 +232,7 @@ class Trainer:
         """
         source = as_source(train, batch_size=batch_size, shuffle=True, name="training data")
         val_source = None if val is None else as_validation_source(val, batch_size)
+        source, val_source = self._settings.limited(source, val_source)
         self._reset()
         self._engine, self._choices = self._engine_of(model, source.batch_size)
         require_same(self.engine, self.dispatcher.signature(), source)
@@ -240,9 +243,12 @@ class Trainer:
         for line in [] if resume is None else resume_run(self, resume):
             self._print(line)
         try:
-            with self._watching(self.mesh, lambda: self.engine.forwards) as self._watch:
+            with self._settings.watch(self.mesh, lambda: self.engine.forwards) as self._watch:
+                if self._settings.dry_run:
+                    return dry_run(self, self._train, self._print)
                 self._train()
         except BaseException as error:
+            explain(error, self.engine)
             self.dispatcher.fire("on_exception", {"exception": error})
             raise
         return self.history
@@ -259,7 +265,7 @@ class Trainer:
         self.steps_per_epoch, self.total_steps = source.length, self.limits.total_steps(source.length)
         self.engine.prepare_optimizer(self.total_steps)
         self.engine.hooks = self.dispatcher.step_hooks()
-        self.run = make_run(self.engine, source, val_source, self.seed, self._val_every)
+        self.run = make_run(self.engine, source, val_source, self.seed, self._settings.val_every)
         self.engine.keep_outputs = bool(self.run.metrics)
         seed_everything(self.seed + self.mesh.data_rank)
 
@@ -270,17 +276,20 @@ class Trainer:
         self.run.start(self.step)
         self._watch.start(self.step)
         self.dispatcher.fire("on_train_begin")
+        may_halve = self._request.chooses("accumulate")
+        self._train_step = stepping(self.engine, self.run, self._watch, self._print, may_halve=may_halve)
+        self._agree_to_stop()
         while not self.finishing:
             self._train_epoch()
         self.dispatcher.fire("on_train_end")
 
     def _train_epoch(self) -> None:
-        run, engine, fire = self.run, self.engine, self.dispatcher.fire
+        run, fire = self.run, self.dispatcher.fire
         self.current_epoch = run.feed.epoch
         fire("on_epoch_begin")
         for batch in run.feed:
             fire("on_step_begin")
-            result = engine.train_step(batch)
+            result = self._train_step(batch)
             self.step += 1
             self.epoch = run.feed.epoch
             self.epoch_complete = batch.last
@@ -309,9 +318,7 @@ class Trainer:
         self._agree_to_stop()
 
     def _end_epoch(self, validated: dict[str, float] | None) -> None:
-        logs: dict[str, Any] = {**self.run.meter.compute(), **self.run.metrics.compute(), "lr": self.engine.lr}
-        if not math.isfinite(logs["loss"]):
-            warnings.warn(f"The loss of epoch {self.current_epoch + 1} is {logs['loss']}.", stacklevel=2)
+        logs: dict[str, Any] = {**self.run.compute(), "lr": self.engine.lr}
         self.history.note(self.step, logs)
         if validated is None and (self.run.val_trigger.at_epoch(self.current_epoch + 1) or self.finishing):
             validated = self._validate()

@@ -195,9 +195,12 @@ def _seed() -> None:
 
 
 def _clean_up(environment: dict[str, str]) -> None:
+    import gc
+
     import torch
     import torch.distributed as dist
 
+    gc.collect()  # what still holds a process group holds its threads
     shutdown = getattr(sys.modules.get("paraflow.mesh"), "shutdown", None)
     if shutdown is not None:
         shutdown()

@@ -1,9 +1,38 @@
 """Callbacks: code at the events of a run."""
 
 from paraflow.callbacks.base import HOOKS, Callback
+from paraflow.callbacks.batch_size_finder import BatchSizeFinder
 from paraflow.callbacks.checkpoint import Checkpoint
+from paraflow.callbacks.early_stopping import EarlyStopping
+from paraflow.callbacks.ema import EMA
 from paraflow.callbacks.function import LambdaCallback
+from paraflow.callbacks.learning_rate_finder import LearningRateFinder
+from paraflow.callbacks.learning_rate_monitor import LearningRateMonitor
+from paraflow.callbacks.memory_monitor import MemoryMonitor
+from paraflow.callbacks.model_summary import ModelSummary
+from paraflow.callbacks.nan_guard import NaNGuard
+from paraflow.callbacks.profiler import Profiler
 from paraflow.callbacks.progress import ProgressBar
-from paraflow.loggers.csv import CSVLogger
+from paraflow.callbacks.throughput import Throughput
+from paraflow.callbacks.time_limit import TimeLimit
+from paraflow.callbacks.weight_averaging import StochasticWeightAveraging
 
-__all__ = ["HOOKS", "CSVLogger", "Callback", "Checkpoint", "LambdaCallback", "ProgressBar"]
+__all__ = [
+    "EMA",
+    "HOOKS",
+    "BatchSizeFinder",
+    "Callback",
+    "Checkpoint",
+    "EarlyStopping",
+    "LambdaCallback",
+    "LearningRateFinder",
+    "LearningRateMonitor",
+    "MemoryMonitor",
+    "ModelSummary",
+    "NaNGuard",
+    "Profiler",
+    "ProgressBar",
+    "StochasticWeightAveraging",
+    "Throughput",
+    "TimeLimit",
+]

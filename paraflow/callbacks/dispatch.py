@@ -33,21 +33,24 @@ class Dispatcher:
     Args:
         trainer: What they are given.
         callbacks: In the order in which they are called.
+        silent: The kinds of callbacks that are never called.
 
     Attributes:
         callbacks: All of them.
     """
 
-    def __init__(self, trainer: Trainer, callbacks: Sequence[Callback]) -> None:
+    def __init__(self, trainer: Trainer, callbacks: Sequence[Callback], silent: tuple[type, ...] = ()) -> None:
         for callback in callbacks:
             _require_callback(callback)
         self.callbacks = list(callbacks)
+        self._silent = silent
         self._trainer = trainer
         self._methods: dict[str, tuple[Method, ...]] = {hook: self._listening(hook) for hook in HOOKS}
         self._step_end: list[tuple[Trigger, Method]] = []
 
     def _listening(self, hook: str) -> tuple[Method, ...]:
-        return tuple(getattr(callback, hook) for callback in self.callbacks if _listens(callback, hook))
+        calling = [callback for callback in self.callbacks if not isinstance(callback, self._silent)]
+        return tuple(getattr(callback, hook) for callback in calling if _listens(callback, hook))
 
     def signature(self) -> int:
         """Returns a number that is the same where the same callbacks listen to the same events."""
@@ -58,7 +61,7 @@ class Dispatcher:
         """Makes ready for steps; intervals of time begin now."""
         self._step_end = []
         for callback in self.callbacks:
-            if _listens(callback, "on_step_end"):
+            if _listens(callback, "on_step_end") and not isinstance(callback, self._silent):
                 trigger = Trigger(Interval.parse(callback.every), agree)
                 trigger.start(step)
                 self._step_end.append((trigger, callback.on_step_end))

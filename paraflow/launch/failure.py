@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,13 +43,17 @@ def read_failure(error_file: str) -> Said | None:
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that failed: when (seconds since the epoch), with which `Popen.returncode`, and what it said."""
+    """A rank that failed: when (seconds since the epoch), with which `Popen.returncode`, and what it said.
+
+    `stop` is the signal at whose request it ended in order, which is no failure unless others did not.
+    """
 
     time: float
     rank: int
     pid: int
     returncode: int
     said: Said | None = None
+    stop: signal.Signals | None = None
 
     @property
     def message(self) -> str | None:

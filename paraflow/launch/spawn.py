@@ -8,22 +8,25 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from paraflow.errors import LaunchError
+from paraflow.launch.processes import listens
 from paraflow.launch.worker import exit_status, signal_name
 
 WORKER = Path(__file__).with_name("worker.py")
 
 _LOOK_SECONDS = 0.1  # how often a rank that died without a word is looked for
 _END_SECONDS = 3.0  # from SIGTERM to SIGKILL when a rank has failed
-_INTERRUPT_SECONDS = 10.0  # from SIGINT to SIGKILL: time to save at the step boundary
+_STOPS = {128 + number: number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
 _EXIT_SECONDS = 30.0  # for a rank that has returned to end its process
 
 
@@ -33,6 +36,7 @@ def spawn(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
     timeout: float | None = None,
+    grace: float = 60.0,
 ) -> list[Any]:
     """Call `fn(*args, **kwargs)` in fresh processes on this host, as the ranks of one world.
 
@@ -46,12 +50,17 @@ def spawn(
         args: The arguments of every rank.
         kwargs: The keyword arguments of every rank.
         timeout: The seconds within which every rank must have returned; None waits for ever.
+        grace: The seconds that ranks have to stop in order (and to save) after a signal, before they are killed.
 
     Returns:
         What each rank returned, in order of rank.
 
     Raises:
-        LaunchError: A rank raised (its traceback is in the message), died or was too late. All ranks are ended.
+        LaunchError: A rank raised (its traceback is in the message), died or was too late. All ranks are ended. Where
+            the ranks stopped in order, because one was sent a signal, `exit_code` is 128 + the signal's number.
+        KeyboardInterrupt: Ctrl-C, after the ranks have stopped; a second one kills them.
+        SystemExit: SIGTERM, with status 143, after the ranks have stopped (where nothing else handles that signal, and
+            in the main thread).
 
     Example:
         >>> import os
@@ -67,20 +76,41 @@ def spawn(
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     deadline = None if timeout is None else time.monotonic() + timeout
     ranks: list[_Rank] = []
+    with _exit_at_sigterm():
+        try:
+            for rank in range(processes):
+                ranks.append(_start(rank, processes, store.port))
+            for running in ranks:
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died: _collect says so
+                    running.connection.send((sys.path, payload))
+            return _collect(ranks, deadline, timeout, grace)
+        except KeyboardInterrupt:
+            _end(ranks, signal.SIGINT, grace)
+            raise
+        except SystemExit:
+            _end(ranks, signal.SIGTERM, grace)
+            raise
+        finally:
+            _end(ranks, signal.SIGTERM, _END_SECONDS)
+            for running in ranks:
+                running.connection.close()
+
+
+@contextlib.contextmanager
+def _exit_at_sigterm() -> Iterator[None]:
+    """Has SIGTERM raise SystemExit(143), where it would end this process without a word to the ranks."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, stop)
     try:
-        for rank in range(processes):
-            ranks.append(_start(rank, processes, store.port))
-        for running in ranks:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died: _collect says so
-                running.connection.send((sys.path, payload))
-        return _collect(ranks, deadline, timeout)
-    except KeyboardInterrupt:
-        _end(ranks, signal.SIGINT, _INTERRUPT_SECONDS)
-        raise
+        yield
     finally:
-        _end(ranks, signal.SIGTERM, _END_SECONDS)
-        for running in ranks:
-            running.connection.close()
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @dataclass(frozen=True)
@@ -139,7 +169,7 @@ def _start(rank: int, processes: int, port: int) -> _Rank:
     return _Rank(rank, process, here)
 
 
-def _collect(ranks: Sequence[_Rank], deadline: float | None, timeout: float | None) -> list[Any]:
+def _collect(ranks: Sequence[_Rank], deadline: float | None, timeout: float | None, grace: float) -> list[Any]:
     results: dict[int, Any] = {}
     pending = list(ranks)
     while pending:
@@ -157,12 +187,31 @@ def _collect(ranks: Sequence[_Rank], deadline: float | None, timeout: float | No
             else:
                 results[running.rank] = pickle.loads(outcome)
         if failures:
-            raise min(failures, key=lambda failure: failure[0])[1]
+            error = min(failures, key=lambda failure: failure[0])[1]
+            # A rank that a signal killed (a negative status) did not stop in order.
+            stops = (
+                any(running.process.returncode == error.exit_code for running in ranks) and error.exit_code in _STOPS
+            )
+            raise _stopped(error, pending, grace) if stops else error
         if pending and deadline is not None and time.monotonic() > deadline:
             late = ", ".join(str(running.rank) for running in pending)
             raise LaunchError(f"spawn waited {timeout} seconds, but rank {late} did not return.")
     _wait_for_exit(ranks)
     return [results[running.rank] for running in ranks]
+
+
+def _stopped(error: LaunchError, others: Sequence[_Rank], grace: float) -> LaunchError:
+    """The error of ranks that were asked to stop: one has ended in order, and the others have the time to."""
+    begin = time.monotonic()
+    while (waited := time.monotonic() - begin) < grace:
+        alive = [running.process for running in others if running.process.poll() is None]
+        deaf = any(not listens(process.pid, signal.SIGTERM) for process in alive)  # has agreed to nothing
+        if not alive or (deaf and waited > _END_SECONDS):
+            break
+        time.sleep(_LOOK_SECONDS)
+    if any(running.process.poll() != error.exit_code for running in others):
+        return error
+    return LaunchError(f"The ranks were stopped by {_STOPS[error.exit_code].name}.", error.exit_code)
 
 
 def _outcome(running: _Rank, looked: float) -> tuple[float, bytes | LaunchError]:
@@ -188,7 +237,8 @@ def _wait_for_exit(ranks: Sequence[_Rank]) -> None:
 
 def _end(ranks: Sequence[_Rank], first: signal.Signals, grace: float) -> None:
     alive = [running.process for running in ranks if running.process.poll() is None]
-    _signal_groups(alive, first)
+    for process in alive:  # alone: the workers that it loads data with must live on while it saves
+        process.send_signal(first)
     end = time.monotonic() + grace
     try:
         for process in alive:
@@ -196,12 +246,7 @@ def _end(ranks: Sequence[_Rank], first: signal.Signals, grace: float) -> None:
                 process.wait(max(0.0, end - time.monotonic()))
     finally:  # a second Ctrl-C cuts the grace short
         alive = [process for process in alive if process.poll() is None]
-        _signal_groups(alive, signal.SIGKILL)
         for process in alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def _signal_groups(processes: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)

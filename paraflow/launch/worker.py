@@ -19,6 +19,7 @@ import traceback
 import types
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 FAILURE_FILE = "failure.json"  # beside the error file that torch's launcher names for each rank
 
@@ -80,24 +81,30 @@ def run_script(command: list[str]) -> None:
         if error.code in (None, 0):
             raise
         code = error.code if isinstance(error.code, int) else 1
-        told = _write_failure(code, error, None if isinstance(error.code, int) else f"SystemExit: {error.code}")
+        told = write_failure(code, error, None if isinstance(error.code, int) else f"SystemExit: {error.code}")
         if not told:
             raise
         sys.exit(code)  # with a text, Python would print it
     except KeyboardInterrupt as error:
-        if _write_failure(130, error, None) and not _has_own_excepthook():
+        if write_failure(130, error, None) and not _has_own_excepthook():
             sys.excepthook = _print_nothing
         raise
     except BaseException as error:
         error = error.with_traceback(_users_frames(error.__traceback__))
-        told = _write_failure(1, error, _message(error))
+        told = write_failure(1, error, _message(error))
         if not told or _has_own_excepthook():
             sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
 
 
 def _has_own_excepthook() -> bool:
-    return sys.excepthook is not sys.__excepthook__
+    hook: Any = sys.excepthook
+    while (
+        getattr(hook, "__name__", "") == "_distributed_excepthook"
+    ):  # torch wraps the one there was at a group's start
+        inner = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=False)).get("old_hook")
+        hook = sys.__excepthook__ if inner is None else inner.cell_contents
+    return hook is not sys.__excepthook__
 
 
 def _print_nothing(*_: object) -> None:
@@ -133,11 +140,11 @@ def _message(error: BaseException) -> str:
 
 def _is_refusal(error: BaseException) -> bool:
     """Whether Paraflow raised the error on purpose: then its sentence says all, unless the traceback is asked for."""
-    bases = {(base.__module__, base.__name__) for base in type(error).__mro__}
-    return ("paraflow.errors", "ParaflowError") in bases and os.environ.get("PARAFLOW_TRACEBACK") != "1"
+    bases = {base.__name__ for base in type(error).__mro__ if base.__module__ == "paraflow.errors"}
+    return "ParaflowError" in bases and "StallError" not in bases and os.environ.get("PARAFLOW_TRACEBACK") != "1"
 
 
-def _write_failure(exit_code: int, error: BaseException, message: str | None) -> bool:
+def write_failure(exit_code: int, error: BaseException, message: str | None) -> bool:
     """Tell the launcher how this rank failed; False where no launcher named a file for it."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file is None:

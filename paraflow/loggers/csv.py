@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import csv
+import io
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paraflow.callbacks.base import Callback
+from paraflow.errors import ParaflowError
 from paraflow.interval import Interval
+from paraflow.loggers.base import Event, Logger
+from paraflow.loggers.support import writing
 
 if TYPE_CHECKING:
     from paraflow.trainer import Trainer
@@ -15,58 +19,65 @@ if TYPE_CHECKING:
 _FIRST = ("step", "epoch")
 
 
-class CSVLogger(Callback):
-    """One row an epoch and one for each logged step; columns are added as numbers appear. Rank 0 writes.
+class CSVLogger(Logger):
+    """One row an epoch, and one for each logged step and each validation within an epoch.
 
-    A row is on the disk when its event is over. A resumed run goes on with the file, and drops the rows of steps that
-    it will run again.
+    `Logger` says how numbers are named; columns are added as numbers appear. A row is with the operating system when
+    its event is over. A resumed run goes on with the file, and drops the rows of steps that it will run again and a
+    last row that was cut off. A new run begins the file anew. Rank 0 writes.
 
     Args:
         path: The file; its folder is made.
-        every: How often a step is logged; None for epochs only.
+        every: How often a step is logged; None for epochs and validation only.
+
+    Raises:
+        ParaflowError: From `fit`: the file cannot be written, or a resumed run finds a file that is not a log.
     """
 
     def __init__(self, path: str | Path, every: Interval | str | int | None = 50) -> None:
+        super().__init__(every)
         self.path = Path(path)
-        self.every = every or "1000000000ep"
         self._columns: list[str] = []
 
-    def on_train_begin(self, trainer: Trainer, logs: dict[str, Any]) -> None:
+    def begin(self, trainer: Trainer) -> None:
         """Begins the file, or goes on with it after a resume."""
-        if not trainer.is_main:
-            return
-        self._columns = []
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = self._read_until(trainer.step) if trainer.step else []
-        self._write(kept, list(dict.fromkeys(key for row in kept for key in row)) or list(_FIRST))
+        with writing(self, self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            kept = self._read_until(trainer.step) if trainer.step else []
+            self._write_all(kept, list(dict.fromkeys(key for row in kept for key in row)) or list(_FIRST))
 
-    def on_step_end(self, trainer: Trainer, logs: dict[str, Any]) -> None:
-        """Adds a row for the step."""
-        self._add(trainer, logs)
-
-    def on_epoch_end(self, trainer: Trainer, logs: dict[str, Any]) -> None:
-        """Adds a row for the epoch: its training means and validation."""
-        self._add(trainer, {f"epoch_{key}" if not key.startswith("val_") else key: v for key, v in logs.items()})
-
-    def _add(self, trainer: Trainer, logs: dict[str, Any]) -> None:
-        if not trainer.is_main:
-            return
-        row = {"step": trainer.step, "epoch": trainer.current_epoch + 1, **logs}
+    def write(self, event: Event, step: int, epoch: int, numbers: dict[str, float]) -> None:
+        """Adds a row."""
+        row = {"step": step, "epoch": epoch, **numbers}
         new = [key for key in row if key not in self._columns]
-        if new:
-            self._write(self._read_until(trainer.step), [*self._columns, *new])
-        with self.path.open("a", newline="", encoding="utf-8") as file:
-            csv.DictWriter(file, self._columns, restval="").writerow(row)
+        with writing(self, self.path):
+            if new:
+                self._write_all(self._read_until(step), [*self._columns, *new])
+            with self.path.open("a", newline="", encoding="utf-8") as file:
+                csv.DictWriter(file, self._columns, restval="").writerow(row)
 
-    def _write(self, rows: list[dict[str, Any]], columns: list[str]) -> None:
+    def _write_all(self, rows: list[dict[str, Any]], columns: list[str]) -> None:
+        aside = self.path.with_name(f"{self.path.name}.new")  # a run that is killed meanwhile keeps its rows
+        try:
+            with aside.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
+                writer.writeheader()
+                writer.writerows(rows)
+            os.replace(aside, self.path)
+        finally:
+            aside.unlink(missing_ok=True)
         self._columns = columns
-        with self.path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(rows)
 
     def _read_until(self, step: int) -> list[dict[str, Any]]:
         if not self.path.exists():
             return []
-        with self.path.open(newline="", encoding="utf-8") as file:
-            return [row for row in csv.DictReader(file) if int(row["step"]) <= step]
+        content = self.path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        try:
+            rows = list(csv.DictReader(io.StringIO(whole.decode("utf-8"), newline="")))
+            return [row for row in rows if int(row["step"]) <= step]
+        except (ValueError, KeyError, TypeError, csv.Error) as error:
+            raise ParaflowError(
+                f"{str(self.path)!r} is not a log to go on with: it has a row without a step ({error!r}). "
+                "Give CSVLogger another path."
+            ) from error

@@ -76,7 +76,7 @@ class DataParallel(Plugin):
 
         wanted = _keeps_statistics(module) if self._broadcast_buffers is None else self._broadcast_buffers
         self._replica = DistributedDataParallel(
-            module,
+            _Rehearsable(module),
             process_group=engine.mesh.group("dp"),
             **_buffers_option(DistributedDataParallel, wanted),
             bucket_cap_mb=self._bucket_cap_mb,
@@ -84,7 +84,19 @@ class DataParallel(Plugin):
             static_graph=self._static_graph,
             gradient_as_bucket_view=True,
         )
+        if not self._find_unused and not self._static_graph:
+            self._rehearse(self._replica)
         return self._replica
+
+    def _rehearse(self, replica: DistributedDataParallel) -> None:
+        """Has the buckets made final before the first step.
+
+        After its first backward DistributedDataParallel puts gradients in other buckets, and from three ranks on they
+        are then summed in another order: a run that is resumed would differ in the last bits from one that went on.
+        """
+        replica(None, None).backward()
+        for parameter in replica.parameters():
+            parameter.grad = None
 
     @property
     def _bucket_bytes(self) -> int:
@@ -118,6 +130,21 @@ class DataParallel(Plugin):
     def describe(self) -> str:
         """Returns one line for the printed plan."""
         return f"data parallel over {self.degree or 'all'} ranks: gradients averaged in buckets during backward"
+
+
+class _Rehearsable(nn.Module):
+    """A task's steps, and a step without a name in which gradients come in the reverse order of the parameters."""
+
+    def __init__(self, steps: nn.Module) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def forward(self, step: str | None, batch: Any) -> Any:
+        if step is not None:
+            return self.steps(step, batch)
+        # Autograd runs first what was recorded last; one element is enough for a gradient.
+        firsts = [p.flatten()[:1].sum() for p in self.parameters() if p.requires_grad]
+        return torch.stack([first.float() for first in firsts]).sum()
 
 
 def _buffers_option(replica: type, wanted: bool) -> dict[str, Any]:

@@ -38,8 +38,9 @@ def activation_bytes(
 
     buffers = {name: copy.deepcopy(buffer) for name, buffer in module.named_buffers()}
     devices = [tensor.device for tensor in module.parameters() if tensor.is_cuda][:1]
-    training = module.training
-    module.train()
+    modes = [(layer, layer.training) for layer in module.modules()]
+    if not module.training:  # parts that were set to evaluation by themselves stay so
+        module.train()
     try:
         with (
             torch.random.fork_rng(devices),
@@ -50,7 +51,8 @@ def activation_bytes(
             returned = step(batch)
             del returned
     finally:
-        module.train(training)
+        for layer, training in modes:
+            layer.training = training
         for name, buffer in module.named_buffers():
             buffer.data.copy_(buffers[name])
     return sum(seen.values())

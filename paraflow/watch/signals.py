@@ -72,11 +72,17 @@ class Signals:
             self._handlers[number] = signal.signal(number, _heard)
         Signals._in_place = self
 
-    def remove(self) -> None:
-        """Puts back what was there before."""
+    def remove(self, *, stopping: bool) -> None:
+        """Puts back what was there before.
+
+        Args:
+            stopping: Whether this process is about to end as it was asked to: from here a further signal ends it at
+                once, and a launcher that looks at the handlers sees that it has heard.
+        """
         if self._handlers:
             for number, handler in self._handlers.items():
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+                before = signal.SIG_DFL if handler is None else handler
+                signal.signal(number, _end_by_signal if stopping else before)
             signal.set_wakeup_fd(self._wakeup)
             self._handlers = {}
             Signals._in_place = None
@@ -109,14 +115,21 @@ def _heard(number: int, frame: FrameType | None) -> None:
     """Keeps the signal from doing what it does by default."""
 
 
+def _end_by_signal(number: int, frame: FrameType | None) -> None:
+    end_at_once(128 + number)
+
+
 def _let_go() -> None:
-    """In a forked process (a loader's worker): its signals are its own, and are not written to the parent's pipe."""
+    """In a forked process (a loader's worker): its signals are its own, and are not written to the parent's pipe.
+
+    A Ctrl-C in a terminal reaches the workers too, which must live on for the steps until the run stops.
+    """
     if Signals._in_place is None:
         return
     with contextlib.suppress(ValueError):
         signal.set_wakeup_fd(-1)
         for number in Signals._in_place._numbers:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
     Signals._in_place = None
 
 

@@ -29,6 +29,7 @@ from paraflow.watch.verdict import judge
 
 _LOOK_SECONDS = 0.2
 _ANSWER_SECONDS = 5.0  # for ranks to say where they are, or at which step they can stop
+_GIVE_UP_SECONDS = 60.0  # for ranks to hear of it
 _FAILED_SECONDS = 3.0  # for a rank to raise by itself after another has
 
 
@@ -56,6 +57,7 @@ class Watch:
         self._stop_signal: int | None = None
         self._failed: tuple[float, dict[str, Any]] | None = None
         self._alive, self._alive_at = -1, time.monotonic()
+        self._given_up = -1
         self._told: set[str] = set()
         self._answered: dict[str, float] = {}
         self._here: tuple[Position | None, str] = (None, "")
@@ -79,7 +81,8 @@ class Watch:
         self._leaving.set()
         self._signals.wake()
         self._thread.join()
-        self._signals.remove()
+        # A notebook's kernel lives on, and needs its own handlers; a rank that was asked to stop is about to end.
+        self._signals.remove(stopping=self._stop_signal is not None and self._mesh.world_size > 1)
         try:
             self._board.answer("left", "it is done" if error is None else f"{type(error).__name__}: {error}")
             if isinstance(error, Exception):
@@ -90,6 +93,25 @@ class Watch:
     def stopped(self, step: int) -> int | None:
         """Returns the signal that ends the run at this step boundary, the same on every rank, or None."""
         return None if self._boundary.passes(step) else self._stop_signal
+
+    def give_up(self, attempt: int) -> None:
+        """Tells all ranks to give up an attempt at a step, and returns when they know.
+
+        A rank that waits in this step's collectives cannot come to its end before this rank joins them, so it knows in
+        time.
+        """
+        self._board.post("given_up", attempt=attempt)
+        while self._given_up < attempt:
+            time.sleep(0.001)
+        self._board.answers(f"given-up-{attempt}", _GIVE_UP_SECONDS)
+
+    def given_up(self, attempt: int) -> bool:
+        """Whether some rank gave up an attempt at a step."""
+        return self._given_up == attempt
+
+    def _on_given_up(self, event: dict[str, Any]) -> None:
+        self._given_up = int(event["attempt"])
+        self._board.answer(f"given-up-{event['attempt']}", True)
 
     def _run(self) -> None:
         while not self._leaving.is_set():

@@ -8,6 +8,7 @@ import pytest
 
 import paraflow as pf
 from paraflow.callbacks import Checkpoint, LambdaCallback
+from paraflow.errors import ParaflowError
 from paraflow.loggers import CSVLogger
 from tests.callbacks.runs import Scripted, linear, samples
 
@@ -86,3 +87,40 @@ def test_a_run_that_was_cut_off_goes_on_with_its_file(tmp_path: Path) -> None:
 def test_a_new_run_begins_the_file_anew(tmp_path: Path) -> None:
     _run(tmp_path, 3)
     assert [row["step"] for row in _run(tmp_path, 1)] == ["1", "2", "2"]
+
+
+def test_validation_within_an_epoch_has_a_row_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    trainer = pf.Trainer(max_epochs=1, loggers=[CSVLogger(path, every=None)], progress=False, val_every=1)
+    trainer.fit(Scripted([5.0, 7.0, 6.0]), samples(12), samples(4), batch_size=4)
+    assert [(row["step"], row["val_loss"], bool(row["epoch_loss"])) for row in rows_of(path)] == [
+        ("1", "5.0", False),
+        ("2", "7.0", False),
+        ("3", "6.0", True),
+    ]
+
+
+def test_a_row_that_was_cut_off_is_dropped(tmp_path: Path) -> None:
+    whole = _run(tmp_path, 2)
+    path = tmp_path / "log.csv"
+    content = path.read_bytes()
+    path.write_bytes(content[: content.rindex(b"4,2") + 1])  # a torn "4,2,..." that reads as step 4
+    assert _run(tmp_path, 2, resume=tmp_path / "saved" / "step-00000002") == whole
+    path.write_bytes(content[:-4])
+    rows = _run(tmp_path, 2, resume=tmp_path / "saved" / "step-00000004")
+    assert [row["step"] for row in rows] == ["1", "2", "2", "3", "4"]
+
+
+def test_a_file_that_is_no_log_is_not_touched_by_a_resumed_run(tmp_path: Path) -> None:
+    _run(tmp_path, 1)
+    (tmp_path / "log.csv").write_text("name,age\nme,7\n")
+    with pytest.raises(ParaflowError, match=r"log.csv' is not a log to go on with: it has a row without a step"):
+        _run(tmp_path, 2, resume=tmp_path / "saved")
+    assert (tmp_path / "log.csv").read_text() == "name,age\nme,7\n"
+
+
+def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").mkdir()
+    with pytest.raises(ParaflowError, match=r"CSVLogger cannot write '.*log.csv': Is a directory"):
+        pf.Trainer(loggers=[CSVLogger(tmp_path / "log.csv")], progress=False).fit(linear(), samples(8))
+    assert list(tmp_path.iterdir()) == [tmp_path / "log.csv"]

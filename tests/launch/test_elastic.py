@@ -179,6 +179,23 @@ def test_the_excepthook_of_the_script_is_called(tmp_path: Path, capfd: pytest.Ca
     assert err.endswith("ValueError: x\n")
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_the_excepthook_of_a_process_group_is_not_taken_for_the_scripts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], own: bool
+) -> None:
+    text = (
+        f"if {own}:\n    sys.excepthook = lambda kind, *_: print('own hook', kind.__name__)\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "raise ValueError('x')\n"
+    )
+    assert launch(LaunchOptions(_script(tmp_path, text), processes="1")) == 1
+    out, err = capfd.readouterr()
+    assert out == ("own hook ValueError\n" if own else "")
+    assert err.startswith("rank 0 (")
+    assert err.count("Traceback") == 1
+
+
 def test_a_failure_that_a_restart_hides_is_still_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     text = "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    raise ValueError('at first')\n"
     assert launch(LaunchOptions(_script(tmp_path, text), processes="1", max_restarts=1)) == 0

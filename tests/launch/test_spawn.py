@@ -137,3 +137,50 @@ def test_what_cannot_be_sent_and_no_processes_are_sentences() -> None:
         spawn(print, args=((number for number in range(3)),))
     with pytest.raises(LaunchError, match="processes=0, but needs at least 1"):
         spawn(print, processes=0)
+
+
+STOPPED = """
+import os, pathlib, signal, sys, time, paraflow.launch
+folder, saving = pathlib.Path(sys.argv[1]), float(sys.argv[2])
+
+def train():
+    rank = os.environ["RANK"]
+    def save(number, frame):
+        time.sleep(saving * (rank == "0"))
+        (folder / f"saved{rank}").touch()
+        sys.exit(128 + number)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, save)
+    (folder / f"part{rank}").write_text(str(os.getpid()))
+    (folder / f"part{rank}").replace(folder / f"pid{rank}")
+    time.sleep(60)
+
+try:
+    paraflow.launch.spawn(train)
+except paraflow.errors.LaunchError as error:
+    print(error)
+    sys.exit(error.exit_code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "to_ranks", "status", "said"),
+    [
+        (signal.SIGTERM, False, 143, ""),
+        (signal.SIGINT, False, -2, ""),
+        (signal.SIGTERM, True, 143, "The ranks were stopped by SIGTERM.\n"),
+    ],
+)
+def test_ranks_that_are_stopped_save_first(
+    tmp_path: Path, number: signal.Signals, to_ranks: bool, status: int, said: str
+) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", "import paraflow.errors" + STOPPED, str(tmp_path), "3.5" if to_ranks else "0.2"]
+    pipe = subprocess.PIPE
+    parent = subprocess.Popen(words, env=environment, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+    _wait_until(lambda: len(list(tmp_path.glob("pid*"))) == 2)
+    for pid in [int(path.read_text()) for path in tmp_path.glob("pid*")] if to_ranks else [parent.pid]:
+        os.kill(pid, number)
+    out, _ = parent.communicate(timeout=30)
+    assert (parent.returncode, out) == (status, said)
+    assert {path.name for path in tmp_path.glob("saved*")} == {"saved0", "saved1"}

@@ -66,6 +66,8 @@ PLANS: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
     (1, {"precision": "fp16", "accumulate": 2, "clip_norm": 1.0}),
     (2, {"accumulate": 2, "optimizer_implementation": "fused"}),
+    # From three ranks on, which bucket a gradient is in decides in which order it is summed.
+    (3, {"plugins": [pf.plugins.DataParallel(bucket_cap_mb=1e-4)]}),
 ]
 
 

@@ -43,7 +43,7 @@ def test_unfrozen_parts_train_in_the_next_fit() -> None:
         net[0].requires_grad_(True)
         if not again:
             trainer = pf.Trainer(max_epochs=2, progress=False)
-        trainer._dispatcher = type(trainer._dispatcher)(trainer, [norms])
+        trainer.dispatcher = type(trainer.dispatcher)(trainer, [norms])
         trainer.fit(net, (X, Y), batch_size=8)
         return norms.norms
 

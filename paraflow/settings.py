@@ -1,0 +1,85 @@
+"""What a Trainer was told about how its runs are looked after, decided once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from paraflow.callbacks.base import Callback
+from paraflow.callbacks.checkpoint import Checkpoint
+from paraflow.callbacks.progress import ProgressBar
+from paraflow.data import Source
+from paraflow.data.pinned import PinnedSource
+from paraflow.dry_run import BATCHES
+from paraflow.interval import Interval
+from paraflow.loggers.base import Logger
+from paraflow.mesh import Mesh
+from paraflow.watch import Watch
+from paraflow.watch.signals import signal_number
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How runs are looked after.
+
+    Attributes:
+        val_every: How often a fit validates.
+        stall_seconds: After how long without a sign of life a run ends whose ranks wait for another; None is never.
+        preempt_signal: The number of a further signal that stops a run, or None.
+        debug: After how many steps ranks compare their parameters, True for a usual number; False compares nothing.
+        dry_run: Whether a fit runs two steps and undoes them.
+        overfit: The number of batches that each epoch repeats, or None for all the data.
+    """
+
+    val_every: Interval
+    stall_seconds: float | None = None
+    preempt_signal: int | None = None
+    debug: bool | int = False
+    dry_run: bool = False
+    overfit: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        val_every: Interval | str | int,
+        stall_timeout: Interval | str | None,
+        preempt_signal: str | None,
+        **others: bool | int | None,
+    ) -> Settings:
+        """Reads what was said.
+
+        Raises:
+            ValueError: Something is not of its kind.
+        """
+        seconds = None if stall_timeout is None else Interval.parse(stall_timeout).seconds
+        return cls(Interval.parse(val_every), seconds, signal_number(preempt_signal), **others)  # type: ignore[arg-type]
+
+    def listeners(
+        self, callbacks: Sequence[Callback], loggers: Sequence[Callback], *, progress: bool
+    ) -> list[Callback]:
+        """Returns all that is called at events, in order."""
+        listeners = [*callbacks, *loggers]
+        if progress and not any(isinstance(callback, ProgressBar) for callback in callbacks):
+            listeners.append(ProgressBar())
+        if self.debug is False:
+            return listeners
+        from paraflow.debug.callback import DebugMode
+
+        every = {} if self.debug is True else {"compare_every": self.debug}
+        return [DebugMode(patience=self.stall_seconds, **every), *listeners]
+
+    @property
+    def silent(self) -> tuple[type, ...]:
+        """The kinds of callbacks that are not called: in a dry run, what would leave something behind."""
+        return (Logger, Checkpoint) if self.dry_run else ()
+
+    def watch(self, mesh: Mesh, life: Callable[[], int]) -> Watch:
+        """Returns the watch over a run."""
+        return Watch(mesh, life, self.stall_seconds, self.preempt_signal)
+
+    def limited(self, source: Source, val_source: Source | None) -> tuple[Source, Source | None]:
+        """Returns the data that is read: all of it, or the few batches of `overfit` or a dry run."""
+        limit = BATCHES if self.dry_run else self.overfit
+        if val_source is not None and limit is not None:
+            val_source = PinnedSource(val_source, limit)
+        return (source if self.overfit is None else PinnedSource(source, self.overfit)), val_source

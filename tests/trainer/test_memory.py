@@ -1,0 +1,154 @@
+"""Memory that runs out in a step: on one rank or in one process, before or in backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import paraflow as pf
+from paraflow.data.batch import Batch, MicroBatch
+from paraflow.memory import in_parts
+from tests.pool import RankError
+
+SAMPLES, BATCH = 23, 10
+
+
+class TooMuch(torch.autograd.Function):
+    """Asks for memory that no machine has, in forward or in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, where: str) -> torch.Tensor:
+        ctx.where = where
+        if where == "forward":
+            torch.empty(2**50)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.where in ("backward", "late backward"):
+            torch.empty(2**50)
+        return gradient, None
+
+
+class Hungry(pf.Model):
+    """Runs out of memory on one rank, in training, when a micro-batch has more samples than fit."""
+
+    def __init__(self, fits: int, rank: int, where: str, counted: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.norm, self.last = torch.nn.Linear(5, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3)
+        self.fits, self.rank, self.where, self.counted = fits, rank, where, counted
+        self.sizes: list[int] = []
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        self.sizes.append(len(x))
+        much = len(x) > self.fits and pf.rank() == self.rank
+        hidden = self.first(x)
+        if much and self.where == "late backward":
+            hidden = TooMuch.apply(hidden, self.where)
+        output = self.last(torch.tanh(self.norm(hidden)))
+        if much and self.where != "late backward":
+            output = TooMuch.apply(output, self.where)
+        losses = torch.nn.functional.cross_entropy(output, y, reduction="none")
+        return (losses[y > 0].sum(), (y > 0).sum()) if self.counted else losses.mean()
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(SAMPLES, 5, generator=generator), torch.randint(0, 3, (SAMPLES,), generator=generator)
+
+
+def train(fits: int, rank: int = 0, where: str = "forward", counted: bool = False, **plan: Any) -> dict[str, Any]:
+    model = Hungry(fits, rank, where, counted).configure(optimizer="adamw", lr=1e-2)
+    trainer = pf.Trainer(max_epochs=2, seed=5, progress=False, **plan)
+    history = trainer.fit(model, data(), batch_size=BATCH)
+    return {
+        "weights": {name: value.clone() for name, value in model.state_dict().items()},
+        "loss": history["loss"],
+        "parts": trainer.run.parts,
+        "sizes": model.sizes,
+        "steps": trainer.step,
+    }
+
+
+def assert_same(mine: dict[str, Any], whole: dict[str, Any]) -> None:
+    assert mine["steps"] == whole["steps"]
+    assert mine["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+    for name, value in mine["weights"].items():
+        torch.testing.assert_close(value, whole["weights"][name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("where", ["forward", "backward", "late backward"])
+def test_one_process_halves_until_it_fits(where: str, counted: bool) -> None:
+    whole = train(99, counted=counted)
+    mine = train(3, where=where, counted=counted, auto="O1", optimizer_implementation="default")
+    assert mine["parts"] == 4  # 10, 5, then 3 + 3 + 2 + 2
+    assert mine["sizes"][:4] == [2, 10, 5, 3]  # auto measures two samples; each attempt begins with the whole batch
+    assert_same(mine, whole)
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("hungry", [0, 1])
+def test_all_ranks_halve_when_one_runs_out(ranks: Any, where: str, counted: bool, hungry: int) -> None:
+    whole = train(99, counted=counted)
+    results = ranks(2, train, 2, hungry, where, counted, auto="O1", optimizer_implementation="default")
+    for mine in results:
+        assert mine["parts"] == 4  # 5, then 3 + 2, then 2 + 1 + 1 + 1
+        assert_same(mine, whole)
+
+
+def test_three_ranks_of_which_two_run_out(ranks: Any) -> None:
+    whole = train(99)
+    for mine in ranks(3, train_hungry_pair, 2):
+        assert_same(mine, whole)
+
+
+def train_hungry_pair(fits: int) -> dict[str, Any]:
+    return train(fits, rank=max(pf.rank(), 1), auto="O1", optimizer_implementation="default")
+
+
+def test_gradients_that_were_exchanged_in_part_are_not_exchanged_again(ranks: Any) -> None:
+    with pytest.raises(RankError, match=r"ran out of memory in backward, while gradients were being averaged"):
+        ranks(2, train, 2, 1, "late backward", auto="O1")
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(pf.errors.ParaflowError, match="micro-batch of 1 sample does not fit"):
+        train(0, auto="O1")
+
+
+def test_what_was_said_is_kept_and_the_error_says_what_to_write() -> None:
+    with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
+        train(3, accumulate=2)
+    assert "on micro-batches of 5 samples. Write accumulate=4, or leave accumulate out" in caught.value.__notes__[0]
+
+
+def test_statistics_of_a_step_that_was_given_up_are_forgotten() -> None:
+    class Counting(Hungry):
+        def __init__(self, fits: int) -> None:
+            super().__init__(fits, 0, "forward", False)
+            self.norm = torch.nn.BatchNorm1d(8)
+
+    model = Counting(5).configure(optimizer="sgd", lr=1e-30)
+    trainer = pf.Trainer(max_steps=1, seed=5, progress=False, auto="O1")
+    trainer.fit(model, data(), batch_size=BATCH)
+    assert int(model.norm.num_batches_tracked) == 2
+    other = Counting(99).configure(optimizer="sgd", lr=1e-30)
+    pf.Trainer(max_steps=1, seed=5, progress=False, accumulate=2).fit(other, data(), batch_size=BATCH)
+    torch.testing.assert_close(model.norm.running_mean, other.norm.running_mean)
+
+
+def test_a_stand_in_stays_one() -> None:
+    batch = Batch([MicroBatch(torch.arange(3), 3), MicroBatch(torch.arange(2), 0)], samples=3, shares=(3,))
+    parts = in_parts(batch, 2).micro_batches
+    assert [(micro.data.tolist(), micro.samples) for micro in parts] == [
+        ([0, 1], 2),
+        ([2], 1),
+        ([0, 1], 0),
+        ([0, 1], 0),
+    ]
