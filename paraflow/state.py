@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from paraflow.callbacks.checkpoint import Checkpoint
 from paraflow.checkpoint.random import restore_random_state
 from paraflow.checkpoint.run import load, load_newest
-from paraflow.errors import ParaflowError
+from paraflow.errors import CheckpointError, ParaflowError
 
 if TYPE_CHECKING:
     from paraflow.trainer import Trainer
@@ -68,6 +68,12 @@ def resume(trainer: Trainer, path: str | Path) -> list[str]:
 
 
 def _take_up(trainer: Trainer, folder: Path, state: dict[str, Any]) -> list[str]:
-    restore(trainer, state)
-    restore_random_state(state["random"], trainer.mesh)
+    try:
+        restore(trainer, state)
+        restore_random_state(state["random"], trainer.mesh)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(
+            f"The checkpoint {str(folder)!r} does not hold what a run needs: {type(error).__name__}: {error}. Resume "
+            "with the model, optimizer, data and callbacks that it was saved with."
+        ) from error
     return [f"resumed from {folder} at step {trainer.step}"]

@@ -6,6 +6,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from paraflow.callbacks.base import Callback
 from paraflow.callbacks.monitor import Mode, Monitor
 from paraflow.callbacks.retention import Retention
@@ -97,6 +99,8 @@ class Checkpoint(Callback):
         due = self._trigger.at_step(trainer.step)
         due = due or (trainer.epoch_complete and self._trigger.at_epoch(trainer.epoch))
         if not due and not trainer.finishing:
+            if self._writer.background and trainer.is_main:
+                self._writer.reserve(lambda: _size_of_state(trainer))
             return
         self._settle(trainer)
         self._retention.add(trainer.step, None if self.monitor is None else self.monitor.value(trainer))
@@ -135,3 +139,10 @@ class Checkpoint(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes them up."""
         self._retention.load_state_dict(state)
+
+
+def _size_of_state(trainer: Trainer) -> int:
+    """The bytes of this rank's parameters, buffers and optimizer state."""
+    states = trainer.engine.optimizer.state.values()
+    tensors = [*trainer.engine.module.state_dict().values(), *(value for state in states for value in state.values())]
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))

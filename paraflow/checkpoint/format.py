@@ -85,7 +85,7 @@ def take(folder: Path) -> dict[str, Any]:
     try:
         plain = json.loads((folder / _STATE).read_text(encoding="utf-8"))
         tensors = load_file(folder / _TENSORS)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise CheckpointError(f"The checkpoint {str(folder)!r} cannot be read: {error}.") from error
     version = plain.get("version") if isinstance(plain, dict) else None
     if version != VERSION:
@@ -96,6 +96,8 @@ def take(folder: Path) -> dict[str, Any]:
         state: dict[str, Any] = put_together(Image(plain["state"], tensors))
     except KeyError as error:
         raise CheckpointError(f"The checkpoint {str(folder)!r} lacks the tensor {error}.") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"The checkpoint {str(folder)!r} holds no state but a {type(state).__name__}.")
     return state
 
 

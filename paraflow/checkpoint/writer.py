@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +11,8 @@ import torch
 from paraflow.checkpoint.format import remove, write
 from paraflow.checkpoint.image import Image
 from paraflow.errors import CheckpointError
+
+_ALIGNMENT = 64
 
 
 class Writer:
@@ -25,7 +27,8 @@ class Writer:
 
     def __init__(self, *, background: bool = False) -> None:
         self.background = background
-        self._staging: dict[str, torch.Tensor] = {}
+        self._staging: torch.Tensor | None = None
+        self._reserving: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
 
@@ -67,15 +70,33 @@ class Writer:
         for old in replaces:
             remove(old)
 
+    def reserve(self, size: Callable[[], int]) -> None:
+        """Takes memory for copies ahead of the first save, while training goes on; it costs more than the copy.
+
+        Args:
+            size: Returns how many bytes, and is asked once; where the state turns out larger, more is taken then.
+        """
+        if self.background and self._staging is None and self._reserving is None:
+            # An eighth more: random states and meters, and what alignment takes.
+            self._reserving = threading.Thread(target=self._reserve, args=(size() * 9 // 8,), name="paraflow-reserve")
+            self._reserving.start()
+
+    def _reserve(self, size: int) -> None:
+        # Filled, for memory is only there once it has been written to.
+        self._staging = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()).fill_(0)
+
     def _copied(self, image: Image) -> dict[str, torch.Tensor]:
-        """The tensors, copied to the host; memory of the last copy is used again where it fits."""
-        copies = {}
-        for name, tensor in image.tensors.items():
-            kept = self._staging.get(name)
-            if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-                kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            copies[name] = kept.copy_(tensor, non_blocking=True)
-        self._staging = copies
+        """The tensors, copied to the host."""
+        if self._reserving is not None:
+            self._reserving.join()
+        sizes = [tensor.nbytes + -tensor.nbytes % _ALIGNMENT for tensor in image.tensors.values()]
+        if self._staging is None or self._staging.numel() < sum(sizes):
+            self._reserve(sum(sizes))
+        assert self._staging is not None
+        copies, parts = {}, torch.split(self._staging[: sum(sizes)], sizes)
+        for (name, tensor), part in zip(image.tensors.items(), parts, strict=True):
+            room = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copies[name] = room.copy_(tensor, non_blocking=True)
         if any(tensor.is_cuda for tensor in image.tensors.values()):
             torch.cuda.synchronize()
         return copies

@@ -56,7 +56,7 @@ class Feed:
             DataError: The epoch has no batch at all.
         """
         first, nothing = (self.epoch, self.position), True
-        for batch in on_device(self.source.read(self.epoch, self.position, self.reader), self._device):
+        for batch in self._read():
             # The position is that after the batch: state is saved between steps only.
             if batch.last:
                 self.epoch, self.position = self.epoch + 1, 0
@@ -66,6 +66,18 @@ class Feed:
             yield batch
         if nothing:
             raise DataError(f"The {self._name} gave no batch. {_why_nothing(*first)}")
+
+    def _read(self) -> Iterator[Batch]:
+        try:
+            yield from on_device(self.source.read(self.epoch, self.position, self.reader), self._device)
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise DataError(
+                f"A worker process that reads the {self._name} died, after {self.position} samples of epoch "
+                f"{self.epoch + 1}: {error}. Where memory ran out, use fewer workers; num_workers=0 shows an error of "
+                "the dataset itself."
+            ) from error
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position."""
