@@ -15,10 +15,23 @@ import torch
 import paraflow as pf
 
 
-def net() -> torch.nn.Module:
+def net(dropout: float) -> torch.nn.Module:
     pf.seed(3)
-    body = torch.nn.Sequential(torch.nn.Linear(5, 16), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Linear(16, 3))
+    hidden = (torch.nn.Linear(5, 16), torch.nn.ReLU(), torch.nn.Dropout(dropout))
+    body = torch.nn.Sequential(*hidden, torch.nn.Linear(16, 3))
     return pf.configure(body, optimizer="adamw", lr=1e-2, loss="cross_entropy")
+
+
+class Slow(pf.Callback):
+    """Says where the run is, and waits."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_step_begin(self, trainer: pf.Trainer, logs: dict[str, Any]) -> None:
+        if pf.is_main():
+            print(f"at step {trainer.step} of {pf.world_size()} ranks", flush=True)
+        time.sleep(self.seconds)
 
 
 class At(pf.Callback):
@@ -49,6 +62,10 @@ class At(pf.Callback):
     def sleep(self) -> None:
         time.sleep(100)  # the stalled line
 
+    def die(self) -> None:
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+
     def freeze(self) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -64,6 +81,8 @@ def main() -> None:
     parser.add_argument("--what", default="term")
     parser.add_argument("--linger", action="store_true", help="an exception is caught, and the process stays")
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--dropout", type=float, default=0.3)
+    parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--options", type=json.loads, default={})
     said = parser.parse_args()
     generator = torch.Generator().manual_seed(1)
@@ -71,8 +90,9 @@ def main() -> None:
         torch.randn(40, 5, generator=generator), torch.randint(0, 3, (40,), generator=generator)
     )
     loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True, num_workers=said.workers)
-    model = net()
+    model = net(said.dropout)
     callbacks = [pf.callbacks.Checkpoint(said.folder, "2ep"), At(said.at, said.rank, said.what)]
+    callbacks += [Slow(said.pause)] if said.pause else []
     trainer = pf.Trainer(max_epochs=4, callbacks=callbacks, **said.options)
     try:
         trainer.fit(model, loader, data, resume="auto")

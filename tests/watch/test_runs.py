@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ class Ended:
     seconds: float
 
 
-def run(ranks: int, folder: Path, *words: str, **options: Any) -> Ended:
-    launch = ["-m", "paraflow.cli", "launch", "-n", str(ranks)] if ranks > 1 else []
+def run(ranks: int, folder: Path, *words: str, launch: Sequence[str] = (), **options: Any) -> Ended:
+    launch = ["-m", "paraflow.cli", "launch", "-n", str(ranks), *launch] if ranks > 1 else []
     more = ["--options", json.dumps(options)] if options else []
     began = time.monotonic()
     done = subprocess.run(
