@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from signal import SIGINT, SIGTERM
 
 from paraflow.callbacks.base import Callback
 from paraflow.callbacks.checkpoint import Checkpoint
@@ -11,9 +13,9 @@ from paraflow.callbacks.progress import ProgressBar
 from paraflow.data import Source
 from paraflow.data.pinned import PinnedSource
 from paraflow.dry_run import BATCHES
+from paraflow.engine import Engine
 from paraflow.interval import Interval
 from paraflow.loggers.base import Logger
-from paraflow.mesh import Mesh
 from paraflow.watch import Watch
 from paraflow.watch.signals import signal_number
 
@@ -73,9 +75,15 @@ class Settings:
         """The kinds of callbacks that are not called: in a dry run, what would leave something behind."""
         return (Logger, Checkpoint) if self.dry_run else ()
 
-    def watch(self, mesh: Mesh, life: Callable[[], int]) -> Watch:
-        """Returns the watch over a run."""
-        return Watch(mesh, life, self.stall_seconds, self.preempt_signal)
+    def watch(self, engine: Engine) -> Watch:
+        """Returns the watch over a fit, which signals may stop at a step boundary."""
+        signals = [SIGINT, SIGTERM, *([self.preempt_signal] if self.preempt_signal else [])]
+        return Watch(engine.mesh, lambda: engine.forwards, self.stall_seconds, signals)
+
+    def watch_reading(self, engine: Engine) -> AbstractContextManager[object]:
+        """Returns the watch over an evaluation or prediction, which signals end as they end any program."""
+        watched = Watch.current() is not None  # it is a part of a fit
+        return nullcontext() if watched else Watch(engine.mesh, lambda: engine.forwards, self.stall_seconds)
 
     def limited(self, source: Source, val_source: Source | None) -> tuple[Source, Source | None]:
         """Returns the data that is read: all of it, or the few batches of `overfit` or a dry run."""

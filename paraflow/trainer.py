@@ -152,9 +152,7 @@ class Trainer:
         said = {name: arguments[name] for name in PLAN_FIELDS if arguments.get(name) is not None}
         self._request = Request(flags=said, plugins=tuple(plugins), plan=plan, auto=auto)
         self.limits = Limits.of(max_epochs, max_steps)
-        self.seed = seed
-        self.progress = progress
-        self.is_main = is_main()
+        self.seed, self.progress, self.is_main = seed, progress, is_main()
         self._device = device
         self._settings = Settings.of(
             val_every, stall_timeout, preempt_signal, debug=debug, dry_run=dry_run, overfit=overfit
@@ -237,13 +235,12 @@ class Trainer:
         self._engine, self._choices = self._engine_of(model, source.batch_size)
         require_same(self.engine, self.dispatcher.signature(), source)
         choices = [*self._choices, *fit_micro_batches(self.engine, self._request, source)]
-        for line in describe(self.engine, choices, source):
-            self._print(line)
+        self._print(*describe(self.engine, choices, source))
         self._begin_run(source, val_source)
-        for line in [] if resume is None else resume_run(self, resume):
-            self._print(line)
+        if resume is not None:
+            self._print(*resume_run(self, resume))
         try:
-            with self._settings.watch(self.mesh, lambda: self.engine.forwards) as self._watch:
+            with self._settings.watch(self.engine) as self._watch:
                 if self._settings.dry_run:
                     return dry_run(self, self._train, self._print)
                 self._train()
@@ -363,14 +360,16 @@ class Trainer:
     def evaluate(self, model: nn.Module, data: Any, batch_size: int | None = None) -> dict[str, float]:
         """Returns loss and metrics of a model over data, of whatever kind `fit` takes, each sample counted once."""
         engine, feed = self._reading(model, data, batch_size, "data to evaluate")
-        logs = self._evaluate(engine, feed, metrics_of(engine))
+        with self._settings.watch_reading(engine):
+            logs = self._evaluate(engine, feed, metrics_of(engine))
         return {name.removeprefix("val_"): value for name, value in logs.items()}
 
     def predict(self, model: nn.Module, data: Any, batch_size: int | None = None) -> Any:
         """Returns a model's outputs over data, in the order of the data, on every rank; targets are passed over."""
         engine, feed = self._reading(model, data, batch_size, "data to predict")
         self.dispatcher.fire("on_predict_begin")
-        outputs = evaluation.predict(engine, feed)
+        with self._settings.watch_reading(engine):
+            outputs = evaluation.predict(engine, feed)
         self.dispatcher.fire("on_predict_end")
         return outputs
 
@@ -395,6 +394,6 @@ class Trainer:
         """Takes up a run's state, saved under whatever plan."""
         restore(self, state)
 
-    def _print(self, line: str) -> None:
+    def _print(self, *lines: str) -> None:
         if self.progress and self.is_main:
-            self.console.print(line, highlight=False, soft_wrap=True)
+            self.console.print(*lines, sep="\n", highlight=False, soft_wrap=True)

@@ -65,7 +65,7 @@ class Signals:
 
     def install(self) -> None:
         """Puts the handlers in place; in a thread that is not the main one there can be none, and nothing is done."""
-        if threading.current_thread() is not threading.main_thread():
+        if not self._numbers or threading.current_thread() is not threading.main_thread():
             return
         self._wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         for number in self._numbers:

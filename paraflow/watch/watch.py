@@ -12,11 +12,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from signal import SIGINT, SIGTERM
+from collections.abc import Callable, Sequence
 from signal import Signals as SignalName
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 from paraflow.errors import StallError
 from paraflow.mesh import Mesh
@@ -41,16 +40,18 @@ class Watch:
         life: Returns a number that changes while the main thread gets on.
         stall_seconds: After so long without a sign of life, a run in which ranks wait for another is ended; a tenth of
             it earlier it is said who is waited for. None never ends it.
-        preempt_signal: The number of a further signal that asks the run to stop.
+        signals: The numbers of the signals that ask the run to stop.
     """
 
+    _current: ClassVar[Watch | None] = None
+
     def __init__(
-        self, mesh: Mesh, life: Callable[[], int], stall_seconds: float | None, preempt_signal: int | None = None
+        self, mesh: Mesh, life: Callable[[], int], stall_seconds: float | None, signals: Sequence[int] = ()
     ) -> None:
         self._mesh = mesh
         self._life = life
         self._stall_seconds = stall_seconds
-        self._signals = Signals([SIGINT, SIGTERM, *([preempt_signal] if preempt_signal else [])])
+        self._signals = Signals(signals)
         self._boundary = Boundary()
         self._main = threading.get_ident()
         self._leaving = threading.Event()
@@ -64,6 +65,11 @@ class Watch:
         # A thousand ranks that look five times a second would keep the store busy.
         self._look = max(_LOOK_SECONDS, mesh.world_size / 500)
 
+    @classmethod
+    def current(cls) -> Watch | None:
+        """Returns the watch that is in place in this process, or None."""
+        return cls._current
+
     def start(self, step: int) -> None:
         """Begins at a step."""
         self._boundary.start(step)
@@ -72,12 +78,14 @@ class Watch:
         """Begins to watch: a collective."""
         self._board = Board(self._mesh)
         self._signals.install()
+        self._before, Watch._current = Watch._current, self
         self._thread = threading.Thread(target=self._run, name="paraflow-watch", daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Tells the others how this rank leaves, and ends the watch."""
+        Watch._current = self._before
         self._leaving.set()
         self._signals.wake()
         self._thread.join()
