@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import shutil
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paraflow.callbacks.base import Callback
 from paraflow.callbacks.checkpoint import Checkpoint
-from paraflow.checkpoint.image import take_apart
-from paraflow.checkpoint.run import save_now
+from paraflow.checkpoint.image import Image, take_apart
+from paraflow.checkpoint.run import DRY_RUN, save_now
 from paraflow.checkpoint.tensors import size_of
 from paraflow.errors import CheckpointError
 from paraflow.history import History
@@ -27,6 +29,18 @@ if TYPE_CHECKING:
 
 STEPS = 2
 BATCHES = 2  # of validation
+
+
+class Snapshot(Callback):
+    """Takes the state where a run's last checkpoint would: what comes at its end may put other weights in the model."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] | None = None
+
+    def on_checkpoint(self, trainer: Trainer, logs: dict[str, Any]) -> None:
+        """Takes it."""
+        if trainer.finishing:
+            self.state = copy.deepcopy(state_of(trainer))
 
 
 def dry_run(trainer: Trainer, train: Callable[[], None], say: Callable[[str], None]) -> History:
@@ -63,8 +77,9 @@ def dry_run(trainer: Trainer, train: Callable[[], None], say: Callable[[str], No
 
 def _save_and_restore(trainer: Trainer) -> int:
     """Saves the run aside and restores it; returns the bytes of its tensors."""
-    folder = _folder(trainer)
-    before = copy.deepcopy(state_of(trainer))
+    folder, made = _folder(trainer)
+    taken = next((callback.state for callback in trainer.callbacks if isinstance(callback, Snapshot)), None)
+    before = taken or copy.deepcopy(state_of(trainer))
     try:
         save_now(before, trainer.mesh, folder)
         resume(trainer, folder)
@@ -72,24 +87,48 @@ def _save_and_restore(trainer: Trainer) -> int:
         trainer.mesh.barrier()  # nobody reads any more
         if trainer.is_main:
             shutil.rmtree(folder.parent, ignore_errors=True)
+            for home in made:
+                with contextlib.suppress(OSError):  # somebody else may have put something in it
+                    home.rmdir()
     saved, restored = take_apart(before), take_apart(state_of(trainer))
-    differing = [name for name, tensor in saved.tensors.items() if not _same(tensor, restored.tensors.get(name))]
-    if differing or json.dumps(saved.plain) != json.dumps(restored.plain):  # as text, for NaN is not equal to itself
-        what = ", ".join(differing[:5]) or "what is no tensor"
+    # Rank 0's state is what was saved; others may have statistics of batch normalisation of their own.
+    what = trainer.mesh.gather_texts(_difference(saved, restored))[0]
+    if what:
         raise CheckpointError(f"What was restored is not what was saved: {what} differs. Look at load_state_dict.")
     return size_of(saved.tensors)
 
 
-def _folder(trainer: Trainer) -> Path:
-    """A new folder where the run's own checkpoints go, or else a temporary one; the same on every rank."""
+def _difference(saved: Image, restored: Image) -> str:
+    """Names what differs between two images, or returns nothing."""
+    differing = [name for name, tensor in saved.tensors.items() if not _same(tensor, restored.tensors.get(name))]
+    alike = json.dumps(saved.plain) == json.dumps(restored.plain)  # as text, for NaN is not equal to itself
+    return ", ".join(differing[:5]) or ("" if alike else "what is no tensor")
+
+
+def _folder(trainer: Trainer) -> tuple[Path, list[Path]]:
+    """A new folder where the run's own checkpoints go, or else a temporary one, and the folders made to hold it.
+
+    Raises:
+        CheckpointError: It cannot be made; every rank raises.
+    """
     homes = [callback.folder for callback in trainer.callbacks if isinstance(callback, Checkpoint)]
-    name = ""
+    name, failure, made = "", "", []
     if trainer.is_main:
-        for home in homes[:1]:
-            home.mkdir(parents=True, exist_ok=True)
-        name = tempfile.mkdtemp(prefix=".dry-run-", dir=homes[0] if homes else None)
-    return Path(trainer.mesh.gather_texts(name)[0]) / "checkpoint"
+        try:
+            for home in homes[:1]:
+                made = [part for part in (home, *home.parents) if not part.exists()]
+                home.mkdir(parents=True, exist_ok=True)
+            name = tempfile.mkdtemp(prefix=DRY_RUN, dir=homes[0] if homes else None)
+        except OSError as error:
+            failure = f"A dry run cannot save where the run would: {error}."
+    name, failure = (trainer.mesh.gather_texts(text)[0] for text in (name, failure))
+    if failure:
+        raise CheckpointError(failure)
+    return Path(name) / "checkpoint", made
 
 
 def _same(left: torch.Tensor, right: Any) -> bool:
-    return right is not None and torch.equal(left, right.to(left.device))
+    if right is None or left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    other = right.to(left.device)
+    return bool(((left == other) | ((left != left) & (other != other))).all())  # NaN is not equal to itself

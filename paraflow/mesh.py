@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -202,6 +203,14 @@ class Mesh:
         box = torch.tensor([value], dtype=torch.float64)
         dist.broadcast(box, src=0)
         return float(box.item())
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Sets how long a collective waits for other ranks; torch's own is 10 minutes with NCCL, and 30 with gloo."""
+        if self.world_size == 1:
+            return
+        groups = {dist.distributed_c10d._get_default_group(), *self._groups.values()}
+        for group in groups:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def store(self, name: str) -> Any:
         """Returns a key-value store of all ranks, over a connection of its own, so that any thread may wait on it.

@@ -12,7 +12,7 @@ from paraflow.callbacks.checkpoint import Checkpoint
 from paraflow.callbacks.progress import ProgressBar
 from paraflow.data import Source
 from paraflow.data.pinned import PinnedSource
-from paraflow.dry_run import BATCHES
+from paraflow.dry_run import BATCHES, Snapshot
 from paraflow.engine import Engine
 from paraflow.interval import Interval
 from paraflow.loggers.base import Logger
@@ -63,6 +63,8 @@ class Settings:
         listeners = [*callbacks, *loggers]
         if progress and not any(isinstance(callback, ProgressBar) for callback in callbacks):
             listeners.append(ProgressBar())
+        if self.dry_run:
+            listeners.append(Snapshot())
         if self.debug is False:
             return listeners
         from paraflow.debug.callback import DebugMode

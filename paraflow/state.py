@@ -15,8 +15,12 @@ if TYPE_CHECKING:
 
 
 def state_of(trainer: Trainer) -> dict[str, Any]:
-    """Returns a run's state, all but random state, as one device would hold it: a collective."""
-    return {
+    """Returns a run's state, all but random state, as one device would hold it: a collective.
+
+    Raises:
+        ParaflowError: A step has begun and something of it is still to come, so its batch would be lost.
+    """
+    state = {
         **trainer.engine.state_dict(),
         "plan": trainer.plan.to_dict(),
         "counters": {"step": trainer.step, "epoch": trainer.epoch},
@@ -24,6 +28,12 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
         "history": trainer.history.state_dict(trainer.epoch),
         "callbacks": trainer.dispatcher.state_dict(),
     }
+    if not trainer.dispatcher.between_steps:  # asked last: what a callback has against it says more
+        raise ParaflowError(
+            "A run can be saved between two steps only, and a step has begun whose batch would be lost. Save in "
+            "on_checkpoint or on_epoch_end, or let pf.callbacks.Checkpoint do it."
+        )
+    return state
 
 
 def restore(trainer: Trainer, state: dict[str, Any]) -> None:
@@ -31,8 +41,14 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     trainer.engine.load_state_dict(state)
     trainer.run.load_state_dict(state["run"])
     trainer.history.load_state_dict(state["history"])
-    trainer.dispatcher.load_state_dict(state["callbacks"])
-    trainer.step, trainer.epoch = state["counters"]["step"], state["counters"]["epoch"]
+    trainer.dispatcher.load_state_dict(dict(state["callbacks"]))
+    trainer.step, trainer.epoch = (_count(state["counters"][name]) for name in ("step", "epoch"))
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value
 
 
 def resume(trainer: Trainer, path: str | Path) -> list[str]:
@@ -68,12 +84,19 @@ def resume(trainer: Trainer, path: str | Path) -> list[str]:
 
 
 def _take_up(trainer: Trainer, folder: Path, state: dict[str, Any]) -> list[str]:
+    failure, cause = "", None
     try:
         restore(trainer, state)
         restore_random_state(state["random"], trainer.mesh)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except ParaflowError:  # some are ValueErrors too, and say it better
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
+        failure, cause = f"{type(error).__name__}: {error}", error
+    # What is a rank's own, such as its random state, may fail on that rank alone.
+    failures = [text for text in trainer.mesh.gather_texts(failure) if text]
+    if failures:
         raise CheckpointError(
-            f"The checkpoint {str(folder)!r} does not hold what a run needs: {type(error).__name__}: {error}. Resume "
-            "with the model, optimizer, data and callbacks that it was saved with."
-        ) from error
+            f"The checkpoint {str(folder)!r} does not hold what a run needs: {failures[0]}. Resume with the model, "
+            "optimizer, data and callbacks that it was saved with."
+        ) from cause
     return [f"resumed from {folder} at step {trainer.step}"]

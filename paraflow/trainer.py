@@ -174,6 +174,7 @@ class Trainer:
         self.total_steps: int | None = None
         self.history = History()
         self._stopping = self._asked_to_stop = False
+        self.dispatcher.between_steps = True
 
     @property
     def engine(self) -> Engine:
@@ -381,7 +382,7 @@ class Trainer:
         return engine, feed_of(engine, source, self.seed, name)
 
     def save(self, folder: str | Path) -> None:
-        """Saves the run as a checkpoint; every rank calls it, between two steps."""
+        """Saves the run as a checkpoint; every rank calls it, between two steps: in `on_checkpoint`, or after `fit`."""
         if not hasattr(self, "run"):
             raise ParaflowError("There is no run to save yet; call fit first.")
         save_now(self.state_dict(), self.mesh, Path(folder))

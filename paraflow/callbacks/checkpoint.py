@@ -11,7 +11,7 @@ import torch
 from paraflow.callbacks.base import Callback
 from paraflow.callbacks.monitor import Mode, Monitor
 from paraflow.callbacks.retention import Retention
-from paraflow.checkpoint.run import PREFIX, save, settle, tidy
+from paraflow.checkpoint.run import PREFIX, prepare, save, settle
 from paraflow.checkpoint.writer import Writer
 from paraflow.errors import CheckpointError
 from paraflow.interval import Interval
@@ -89,8 +89,7 @@ class Checkpoint(Callback):
             self._retention.reset()
         if self.monitor is not None:
             self.monitor.require_data(trainer, "Checkpoint")
-        if trainer.is_main:
-            tidy(self.folder)
+        self._tell(trainer, prepare(self.folder, trainer.mesh))
         self._trigger = Trigger(self._interval, trainer.mesh.broadcast)
         self._trigger.start(trainer.step)
 
@@ -118,9 +117,12 @@ class Checkpoint(Callback):
             self._retention.drop(self._retention.unneeded())
             return
         self._retention.drop(self._retention.saved[-1:])
-        if self.on_error == "raise":
+        self._tell(trainer, failure)
+
+    def _tell(self, trainer: Trainer, failure: str | None) -> None:
+        if failure is not None and self.on_error == "raise":
             raise CheckpointError(failure)
-        if trainer.is_main:
+        if failure is not None and trainer.is_main:
             warnings.warn(f"{failure} Training goes on.", stacklevel=2)
 
     def on_exception(self, trainer: Trainer, logs: dict[str, Any]) -> None:

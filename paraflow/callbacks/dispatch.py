@@ -25,6 +25,8 @@ _IN_STEP = (
     "before_optimizer_step",
     "after_optimizer_step",
 )
+# By event: whether all that belongs to the steps so far is done when it comes.
+_SETTLES = {"on_step_begin": False, "on_epoch_end": True, "on_checkpoint": True}
 
 
 class Dispatcher:
@@ -37,12 +39,14 @@ class Dispatcher:
 
     Attributes:
         callbacks: All of them.
+        between_steps: Whether no step has begun of which something is still to come: only then can a run be saved.
     """
 
     def __init__(self, trainer: Trainer, callbacks: Sequence[Callback], silent: tuple[type, ...] = ()) -> None:
         for callback in callbacks:
             _require_callback(callback)
         self.callbacks = list(callbacks)
+        self.between_steps = True
         self._silent = silent
         self._trainer = trainer
         self._methods: dict[str, tuple[Method, ...]] = {hook: self._listening(hook) for hook in HOOKS}
@@ -59,6 +63,7 @@ class Dispatcher:
 
     def start(self, step: int, agree: Agree) -> None:
         """Makes ready for steps; intervals of time begin now."""
+        self.between_steps = True
         self._step_end = []
         for callback in self.callbacks:
             if _listens(callback, "on_step_end") and not isinstance(callback, self._silent):
@@ -68,6 +73,8 @@ class Dispatcher:
 
     def fire(self, hook: str, logs: dict[str, Any] | None = None) -> None:
         """Calls everybody who listens to an event."""
+        if hook in _SETTLES:
+            self.between_steps = _SETTLES[hook]
         for method in self._methods[hook]:
             method(self._trainer, {} if logs is None else logs)
 

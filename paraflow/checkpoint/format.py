@@ -93,9 +93,11 @@ def take(folder: Path) -> dict[str, Any]:
             f"The checkpoint {str(folder)!r} is of version {version!r}, and this Paraflow reads {VERSION}."
         )
     try:
-        state: dict[str, Any] = put_together(Image(plain["state"], tensors))
+        state: dict[str, Any] = put_together(Image(plain.get("state"), tensors))
     except KeyError as error:
         raise CheckpointError(f"The checkpoint {str(folder)!r} lacks the tensor {error}.") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"The checkpoint {str(folder)!r} is not of the form of a state: {error}.") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"The checkpoint {str(folder)!r} holds no state but a {type(state).__name__}.")
     return state

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from paraflow.checkpoint.format import is_checkpoint, read, recover, take, verify
@@ -18,7 +21,7 @@ from paraflow.checkpoint.writer import Writer
 from paraflow.errors import CheckpointError
 from paraflow.mesh import Mesh
 
-PREFIX = "step-"
+PREFIX, DRY_RUN = "step-", ".dry-run-"
 _NAME = re.compile(PREFIX + r"\d+")
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -124,9 +127,9 @@ def _told(mesh: Mesh, ask: Callable[[], str]) -> str:
     if mesh.rank == 0:
         try:
             answer = "+" + ask()
-        except CheckpointError as caught:
-            error = caught
-            answer = "-" + str(caught)
+        except (CheckpointError, OSError) as caught:
+            error = caught if isinstance(caught, CheckpointError) else CheckpointError(f"It cannot be read: {caught}.")
+            answer = f"-{error}"
     answer = mesh.gather_texts(answer)[0]
     if error is not None:
         raise error
@@ -153,7 +156,10 @@ def _taken_by_all(folder: Path, shapes: Shapes, mesh: Mesh) -> dict[str, Any]:
 
 def _taken(folder: Path, shapes: Shapes) -> dict[str, Any]:
     state = take(folder)
-    _require_shapes(shapes, shapes_of(state["model"]), folder)
+    model = state.get("model")
+    if not isinstance(model, dict) or not all(isinstance(value, torch.Tensor) for value in model.values()):
+        raise CheckpointError(f"The checkpoint {str(folder)!r} holds no model: tensors by name.")
+    _require_shapes(shapes, shapes_of(model), folder)
     return state
 
 
@@ -206,10 +212,28 @@ def saved_in(folder: Path) -> list[Path]:
     return sorted(found, key=_written_at)
 
 
+def prepare(folder: Path, mesh: Mesh) -> str | None:
+    """Makes a folder for checkpoints, and tidies one that is there: every rank calls it.
+
+    Returns:
+        Why no checkpoint can be written there, the same on every rank, or None where one can.
+    """
+    failure = ""
+    if mesh.rank == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            tidy(folder)
+        except OSError as error:
+            failure = f"No checkpoint can be written to {str(folder)!r}: {error.strerror}."
+    return mesh.gather_texts(failure)[0] or None
+
+
 def tidy(folder: Path) -> None:
     """Removes what a process that was killed left half written or half removed; no other may be writing there."""
-    for kind in ("writing", "removing"):
-        for part in folder.glob(f".{PREFIX}*.{kind}"):
+    for pattern in (f".{PREFIX}*.writing", f".{PREFIX}*.removing", f"{DRY_RUN}*"):
+        for part in folder.glob(pattern):
             shutil.rmtree(part, ignore_errors=True)
 
 
@@ -219,8 +243,9 @@ def _written_at(checkpoint: Path) -> tuple[int, str]:
 
 def _best_of(inside: list[Path]) -> Path:
     """The checkpoint that the newest one's callbacks hold to be the best."""
-    callbacks = read(inside[-1])["callbacks"]
-    steps = [state["best_step"] for state in callbacks.values() if state.get("best_step") is not None]
+    callbacks = read(inside[-1]).get("callbacks")
+    states = callbacks.values() if isinstance(callbacks, dict) else ()
+    steps = [state["best_step"] for state in states if isinstance(state, dict) and state.get("best_step") is not None]
     named = [part for part in inside if int(part.name.removeprefix(PREFIX)) in steps]
     if not named:
         raise CheckpointError(

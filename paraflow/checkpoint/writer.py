@@ -44,16 +44,21 @@ class Writer:
         if not self.background:
             self._write(folder, image, replaces)
             return
-        copy = Image(image.plain, self._copied(image))
+        try:
+            copy = Image(image.plain, self._copied(image))
+        except RuntimeError as error:  # raised here it would be on this rank alone
+            self._fail(folder, error)
+            return
         # Not a daemon: a process that ends waits for its checkpoint.
         self._thread = threading.Thread(target=self._write, args=(folder, copy, replaces), name="paraflow-checkpoint")
         self._thread.start()
 
     def settle(self) -> CheckpointError | None:
-        """Waits for the save that is being written, if any; returns why the last one failed, once, or None."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        """Waits for what is done in the background, if anything; returns why the last save failed, once, or None."""
+        for thread in (self._thread, self._reserving):
+            if thread is not None:
+                thread.join()
+        self._thread = None
         failure, self._failure = self._failure, None
         return failure
 
@@ -64,11 +69,14 @@ class Writer:
             self._failure = error
             return
         except Exception as error:  # in a thread nobody else would hear of it
-            self._failure = CheckpointError(f"The checkpoint {str(folder)!r} could not be written: {error!r}.")
-            self._failure.__cause__ = error
+            self._fail(folder, error)
             return
         for old in replaces:
             remove(old)
+
+    def _fail(self, folder: Path, error: Exception) -> None:
+        self._failure = CheckpointError(f"The checkpoint {str(folder)!r} could not be written: {error!r}.")
+        self._failure.__cause__ = error
 
     def reserve(self, size: Callable[[], int]) -> None:
         """Takes memory for copies ahead of the first save, while training goes on; it costs more than the copy.
@@ -87,8 +95,6 @@ class Writer:
 
     def _copied(self, image: Image) -> dict[str, torch.Tensor]:
         """The tensors, copied to the host."""
-        if self._reserving is not None:
-            self._reserving.join()
         sizes = [tensor.nbytes + -tensor.nbytes % _ALIGNMENT for tensor in image.tensors.values()]
         if self._staging is None or self._staging.numel() < sum(sizes):
             self._reserve(sum(sizes))

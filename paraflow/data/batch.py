@@ -6,6 +6,8 @@ A batch is a tensor, or a tuple, list, mapping or dataclass of batches; anything
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -120,6 +122,28 @@ def count_rows(batch: Any) -> int:
             "counted. Give batches of tensors whose first dimension is the sample."
         )
     return found
+
+
+def warn_if_ragged(batch: Any) -> None:
+    """Warns where the first tensor's length may not be the number of samples: another length is at least as common."""
+    shapes = [tuple(tensor.shape) for tensor in _tensors(batch) if tensor.dim()]
+    lengths = Counter(shape[0] for shape in shapes)
+    first = lengths.pop(shapes[0][0])
+    if lengths and max(lengths.values()) >= first:
+        warnings.warn(
+            f"The tensors of a batch have different numbers of rows: {', '.join(map(str, shapes[:5]))}. It is taken to "
+            f"hold {shapes[0][0]} samples, for the first tensor has so many rows. Put a tensor with one row a sample "
+            "first, or the batch is divided and its loss weighed otherwise than meant.",
+            stacklevel=2,
+        )
+
+
+def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        yield batch
+        return
+    for child in children(batch):
+        yield from _tensors(child)
 
 
 def _first_length(batch: Any) -> int | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paraflow.data.agreement import fingerprint
-from paraflow.data.batch import Batch, MicroBatch, count_rows, take_rows, tensors_of_arrays
+from paraflow.data.batch import Batch, MicroBatch, count_rows, take_rows, tensors_of_arrays, warn_if_ragged
 from paraflow.data.division import rows_to_read
 from paraflow.data.order import RandomStream, reseed, set_epoch
 from paraflow.data.source import Reader
@@ -148,6 +148,7 @@ def _iterate(batches: Batches, seed: int, epoch: int) -> Iterator[tuple[Any, int
     stream = RandomStream(seed, epoch)
     with stream:
         iterator = iter(batches() if callable(batches) else batches)
+    looked = epoch > 0  # nobody needs to be told twice
     while True:
         with stream:
             batch = next(iterator, _END)
@@ -155,5 +156,8 @@ def _iterate(batches: Batches, seed: int, epoch: int) -> Iterator[tuple[Any, int
             return
         batch = tensors_of_arrays(batch)
         rows = count_rows(batch)
+        if rows and not looked:
+            looked = True
+            warn_if_ragged(batch)
         if rows:
             yield batch, rows

@@ -114,8 +114,7 @@ def _recorded() -> list[dict[str, Any]]:
 
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(c10d, name, None)
-        if dump is not None:
-            entries = json.loads(dump()).get("entries", [])
-            if entries:
-                return list(entries)
+        entries = json.loads(dump() or "{}").get("entries") if dump is not None else None
+        if entries:
+            return list(entries)
     return []

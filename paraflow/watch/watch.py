@@ -28,6 +28,8 @@ from paraflow.watch.verdict import judge
 
 _LOOK_SECONDS = 0.2
 _ANSWER_SECONDS = 5.0  # for ranks to say where they are, or at which step they can stop
+_TORCH_SECONDS = 1800.0  # what gloo waits by itself
+_FOR_EVER = 365 * 86400.0
 _GIVE_UP_SECONDS = 60.0  # for ranks to hear of it
 _FAILED_SECONDS = 3.0  # for a rank to raise by itself after another has
 
@@ -75,7 +77,9 @@ class Watch:
         self._boundary.start(step)
 
     def __enter__(self) -> Watch:
-        """Begins to watch: a collective."""
+        """Begins to watch: a collective. From here the watch, and no timeout of torch's before it, ends a stall."""
+        patience = _FOR_EVER if self._stall_seconds is None else 2 * self._stall_seconds
+        self._mesh.wait_at_most(max(patience, _TORCH_SECONDS))
         self._board = Board(self._mesh)
         self._signals.install()
         self._before, Watch._current = Watch._current, self
@@ -125,20 +129,24 @@ class Watch:
         while not self._leaving.is_set():
             number = self._signals.wait(self._look)
             try:
-                if number is not None:
-                    self._board.post("stop", signal=number)
-                for event in self._board.new_events():
-                    getattr(self, f"_on_{event['kind']}")(event)
-                self._decide_where_to_stop()
+                self._look_at_board(number)
             except Exception as error:  # the store's host is gone; what follows from it is seen below
                 self._board_is_gone(error)
             self._end_after_failure()
             self._look_for_life()
 
+    def _look_at_board(self, number: int | None) -> None:
+        if number is not None:
+            self._board.post("stop", signal=number)
+        for event in self._board.new_events():
+            getattr(self, f"_on_{event['kind']}")(event)
+        self._decide_where_to_stop()
+
     def _board_is_gone(self, error: Exception) -> None:
-        if "board" not in self._told:
-            self._told.add("board")
-            self._print(f"rank {self._mesh.rank} cannot reach the store of rank 0's host any more: {error}")
+        if "board" in self._told:
+            return
+        self._told.add("board")
+        self._print(f"rank {self._mesh.rank} cannot read the store of rank 0's host: {type(error).__name__}: {error}")
 
     def _on_stop(self, event: dict[str, Any]) -> None:
         if self._stop_signal is not None:
@@ -147,19 +155,19 @@ class Watch:
         self._board.answer("boundary", self._boundary.hold())
 
     def _decide_where_to_stop(self) -> None:
-        """Rank 0 decides, once every rank has said at which boundary it can stop."""
-        if self._mesh.rank != 0 or self._stop_signal is None or "stop" in self._told:
+        """Decides once every rank has said at which boundary it can stop, or has left the run: all decide alike."""
+        if self._stop_signal is None or "stop" in self._told:
             return
         answers = self._board.answers("boundary", 0)
-        if len(answers) == self._mesh.world_size:
-            self._told.add("stop")
-            self._board.post("decided", step=max(answers.values()))
-
-    def _on_decided(self, event: dict[str, Any]) -> None:
-        self._boundary.decide(int(event["step"]))
-        if self._mesh.rank == 0 and self._stop_signal is not None:
+        left = self._board.answers("left", 0)  # a rank leaves when its watch has given its last answer
+        if len(answers.keys() | left.keys()) < self._mesh.world_size:
+            return
+        answers = self._board.answers("boundary", 0)
+        self._told.add("stop")
+        self._boundary.decide(max(answers.values()))
+        if self._mesh.rank == 0:
             name = SignalName(self._stop_signal).name
-            self._print(f"{name}: the run stops after step {event['step']}. Once more ends it at once.")
+            self._print(f"{name}: the run stops after step {max(answers.values())}. Once more ends it at once.")
 
     def _on_failed(self, event: dict[str, Any]) -> None:
         if event["rank"] != self._mesh.rank and self._failed is None:
