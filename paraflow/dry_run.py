@@ -59,7 +59,7 @@ def dry_run(trainer: Trainer, train: Callable[[], None], say: Callable[[str], No
     Raises:
         CheckpointError: What was restored is not what was saved.
     """
-    limits, history = trainer.limits, trainer.history
+    limits, history, began = trainer.limits, trainer.history, trainer.step
     trainer.limits = Limits(None, trainer.step + STEPS)
     try:
         with undone(trainer):
@@ -67,11 +67,11 @@ def dry_run(trainer: Trainer, train: Callable[[], None], say: Callable[[str], No
             measured = History()
             measured.load_state_dict(history.state_dict(trainer.current_epoch + 1))
             size = _save_and_restore(trainer)
-            steps = STEPS
+            steps = trainer.step - began
     finally:
         trainer.limits = limits
-    validation = f", {BATCHES} batches of validation" if trainer.validates else ""
-    say(f"dry run: {steps} steps{validation}, {size:,} bytes saved and restored. All is as it was before.")
+    validation = f", validation of at most {BATCHES} batches" if trainer.validates else ""
+    say(f"dry run: {steps} steps{validation}, {size:,} bytes saved and restored. The run is as it was before.")
     return measured
 
 

@@ -97,12 +97,13 @@ def _choose(engine: Engine, source: Source) -> Choice:
         return Choice("accumulate", 1, "the model is spread over ranks, so one rank cannot measure it")
     # A copy: a view of the whole data would be counted as kept, whole.
     batch = map_tensors(torch.clone, to_device(sample(_MEASURED_SAMPLES), mesh.device))
+    rows = count_rows(batch)  # the step may take the batch apart
     share = -(-min(source.batch_size, _samples(source)) // mesh.data_ranks)
     kept = attempt(lambda: activation_bytes(task.module, task.training_step, batch, _precision(engine)), mesh.device)
     mine = (
         Choice("accumulate", share, f"{_MEASURED_SAMPLES} samples at once do not fit in memory")
         if kept is None
-        else _by_footprint(engine, kept // count_rows(batch), share)
+        else _by_footprint(engine, kept // rows, share)
     )
     steps = max(int(value) for value in mesh.all_gather(torch.tensor([mine.value], device=mesh.device)))
     return mine if steps == mine.value else Choice("accumulate", steps, "the rank with the least free memory needs it")

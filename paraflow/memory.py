@@ -2,8 +2,9 @@
 
 A rank that runs out of memory in the middle of a step cannot simply leave it, for the others wait for it in the step's
 collectives. It tells them, waits until all have heard, and goes through the rest of the step with a stand-in of one
-sample. Before the optimizer every rank gives the step up, and all begin it anew from the original micro-batches, each
-cut in twice as many parts. Nothing is paid for this in a step that fits.
+sample (two where a layer takes statistics). Before the optimizer every rank gives the step up, and all begin it anew
+from the original micro-batches, each cut in twice as many parts. A step that fits pays for a copy of the buffers that
+steps change (running statistics), and for nothing else.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paraflow.data.batch import Batch, MicroBatch, count_rows, take_rows
-from paraflow.data.division import rows_to_read
+from paraflow.data.batch import Batch, MicroBatch, count_rows, map_tensors, take_rows
 from paraflow.engine import Engine, StepAbandoned, StepResult
 from paraflow.errors import ParaflowError
 from paraflow.loss import StepOutput
@@ -23,19 +23,20 @@ from paraflow.profiler.attempt import is_out_of_memory
 
 if TYPE_CHECKING:
     from paraflow.run import Run
+    from paraflow.trainer import Trainer
     from paraflow.watch import Watch
 
 
-def stepping(
-    engine: Engine, run: Run, watch: Watch, say: Callable[[str], None], *, may_halve: bool
-) -> Callable[[Batch], StepResult]:
+def stepping(trainer: Trainer, watch: Watch, say: Callable[[str], None]) -> Callable[[Batch], StepResult]:
     """Returns what runs a step: the engine, or a guard around it where micro-batches may be halved.
 
-    A step can be begun anew where its only collectives are those of its gradients.
+    A step can be begun anew where its only collectives are those of its gradients, as far as can be seen: a forward
+    that communicates by itself must have ``accumulate`` said.
     """
-    if not may_halve or not engine.runs_in_turn or engine.partition_dims:
+    engine = trainer.engine
+    if not trainer.chooses_accumulation or not engine.runs_in_turn or engine.partition_dims or _communicates(engine):
         return engine.train_step
-    return MemoryGuard(engine, run, watch, say).train_step
+    return MemoryGuard(engine, trainer.run, watch, say).train_step
 
 
 class MemoryGuard:
@@ -52,7 +53,8 @@ class MemoryGuard:
         self._engine, self._run, self._watch, self._say = engine, run, watch, say
         self._plain = engine.run_micro_batch
         self._attempt = 0
-        self._buffers = list(engine.module.buffers())
+        self._buffers = _Buffers(engine.module)
+        self._least = 2 if any(_takes_statistics(layer) for layer in engine.module.modules()) else 1
 
     def train_step(self, batch: Batch) -> StepResult:
         """Runs one step, in as many attempts as it takes.
@@ -60,17 +62,17 @@ class MemoryGuard:
         Raises:
             ParaflowError: Not even micro-batches of one sample fit.
         """
-        engine, before = self._engine, [buffer.clone() for buffer in self._buffers]
+        engine = self._engine
+        self._buffers.keep()
         engine.run_micro_batch, engine.abandons = self._run_micro_batch, self._given_up
         try:
             while True:
                 self._attempt += 1
                 try:
-                    return engine.train_step(in_parts(batch, self._run.parts))
+                    return engine.train_step(in_parts(batch, self._run.parts, self._least))
                 except StepAbandoned:
                     self._halve(batch)
-                for buffer, old in zip(self._buffers, before, strict=True):
-                    buffer.copy_(old)
+                self._buffers.put_back()
         finally:
             engine.run_micro_batch, engine.abandons = self._plain, None
 
@@ -79,7 +81,7 @@ class MemoryGuard:
 
     def _run_micro_batch(self, micro: MicroBatch, batch: Batch) -> StepOutput:
         if self._given_up():
-            return self._plain(stand_in(micro), batch)
+            return self._plain(stand_in(micro, self._least), batch)
         try:
             return self._plain(micro, batch)
         except (RuntimeError, MemoryError) as error:
@@ -92,7 +94,7 @@ class MemoryGuard:
         if self._engine.mesh.world_size == 1:
             raise StepAbandoned
         self._watch.give_up(self._attempt)
-        return self._plain(stand_in(micro), batch)
+        return self._plain(stand_in(micro, self._least), batch)
 
     def _require_repairable(self, micro: MicroBatch, batch: Batch, error: BaseException) -> None:
         """Refuses where the ranks have exchanged some of this step's gradients, and cannot exchange them again."""
@@ -118,49 +120,112 @@ class MemoryGuard:
         )
 
 
-def _in_backward(error: BaseException) -> bool:
-    frames = error.__traceback__
-    while frames is not None:
-        if frames.tb_frame.f_code.co_name == "_engine_run_backward":
-            return True
-        frames = frames.tb_next
-    return False
-
-
-def in_parts(batch: Batch, parts: int) -> Batch:
+def in_parts(batch: Batch, parts: int, least: int = 1) -> Batch:
     """Returns a batch whose micro-batches are each cut in so many, the same number on every rank.
+
+    What a step does to the containers of a batch does not reach the original.
+
+    Args:
+        batch: This rank's share.
+        parts: Parts of a micro-batch.
+        least: Samples that a part is run with where there is nothing left for it.
 
     Example:
         >>> whole = Batch([MicroBatch(torch.arange(5), 5)], samples=5, shares=(5,))
         >>> [micro.data.tolist() for micro in in_parts(whole, 2).micro_batches]
         [[0, 1, 2], [3, 4]]
     """
-    if parts == 1:
-        return batch
-    micro_batches = [part for micro in batch.micro_batches for part in _cut(micro, parts)]
+    alone = len(batch.shares) == 1
+    micro_batches = [
+        MicroBatch(map_tensors(lambda tensor: tensor, part.data), part.samples)
+        for micro in batch.micro_batches
+        for part in _cut(micro, max(1, min(parts, micro.samples)) if alone else parts, least)
+    ]
     return Batch(micro_batches, batch.samples, batch.shares, batch.last)
 
 
-def _cut(micro: MicroBatch, parts: int) -> list[MicroBatch]:
+def _cut(micro: MicroBatch, parts: int, least: int) -> list[MicroBatch]:
     rows = count_rows(micro.data)
     size, rest = divmod(micro.samples, parts)
     stops = [size * index + min(index, rest) for index in range(parts + 1)]
-    return [MicroBatch(take_rows(micro.data, *rows_to_read(a, b, rows), rows), b - a) for a, b in pairwise(stops)]
+    return [
+        MicroBatch(take_rows(micro.data, *((a, b) if b > a else (max(rows - least, 0), rows)), rows), b - a)
+        for a, b in pairwise(stops)
+    ]
 
 
-def stand_in(micro: MicroBatch) -> MicroBatch:
+def stand_in(micro: MicroBatch, least: int = 1) -> MicroBatch:
     """Returns the least that a micro-batch can be run with: its last samples."""
     rows = count_rows(micro.data)
-    return MicroBatch(take_rows(micro.data, *rows_to_read(0, 0, rows), rows), micro.samples)
+    return MicroBatch(take_rows(micro.data, max(rows - least, 0), rows, rows), micro.samples)
 
 
-def explain(error: BaseException, engine: Engine) -> None:
-    """Adds to an error of memory what to write."""
-    if not is_out_of_memory(error) or not hasattr(engine, "batch"):
+class _Buffers:
+    """The buffers that steps change, as they were before a step; which those are shows in the first one."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._buffers = list(module.buffers())
+        self._copies: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._known = not self._buffers
+
+    def keep(self) -> None:
+        """Copies them."""
+        if self._known:
+            if self._copies:
+                torch._foreach_copy_(self._copies, self._buffers)
+            return
+        if self._copies:
+            pairs = zip(self._buffers, self._versions, strict=True)
+            self._buffers = [buffer for buffer, version in pairs if buffer._version != version]
+            self._known = True
+        self._copies = [buffer.detach().clone() for buffer in self._buffers]
+        self._versions = [buffer._version for buffer in self._buffers]
+
+    def put_back(self) -> None:
+        """Undoes what has changed."""
+        for buffer, copy in zip(self._buffers, self._copies, strict=True):
+            buffer.copy_(copy)
+        self._versions = [buffer._version for buffer in self._buffers]
+
+
+def _takes_statistics(layer: torch.nn.Module) -> bool:
+    return bool(getattr(layer, "track_running_stats", False))
+
+
+def _communicates(engine: Engine) -> bool:
+    """Whether the ranks' forwards are known to exchange something."""
+    layers = engine.module.modules()
+    return engine.mesh.world_size > 1 and any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in layers)
+
+
+def explain(error: BaseException, trainer: Trainer) -> None:
+    """Adds to an error of memory in a step what to write."""
+    if not is_out_of_memory(error) or not _in_step(error):
         return
+    engine = trainer.engine
     micro = max(micro.samples for micro in engine.batch.micro_batches)
     count = len(engine.batch.micro_batches)
+    halved = "leave accumulate out and write auto='O1', which halves micro-batches until they fit"
     error.add_note(
-        f"Rank {engine.mesh.rank} ran out of memory on micro-batches of {micro} samples. Write accumulate={2 * count}, "
-        "or leave accumulate out and write auto='O1', which halves micro-batches until they fit."
+        f"Rank {engine.mesh.rank} ran out of memory on micro-batches of {micro} samples. Write "
+        f"accumulate={2 * count}{'' if trainer.chooses_accumulation else ', or ' + halved}."
     )
+
+
+def _in_step(error: BaseException) -> bool:
+    """Whether an error was raised while a micro-batch of a step was run."""
+    return _passed_through(error, "_forward_backward")
+
+
+def _in_backward(error: BaseException) -> bool:
+    return _passed_through(error, "_engine_run_backward")
+
+
+def _passed_through(error: BaseException, function: str) -> bool:
+    frames = error.__traceback__
+    while frames is not None:
+        if frames.tb_frame.f_code.co_name == function:
+            return True
+        frames = frames.tb_next
+    return False

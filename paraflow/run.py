@@ -77,7 +77,7 @@ class Run:
         self.feed.load_state_dict(state["feed"])
         if self.val_feed is not None and state["val_feed"] is not None:
             self.val_feed.load_state_dict(state["val_feed"])
-        self.parts = int(state["parts"])
+        self.parts = int(state.get("parts", 1))
         self.meter.load_state_dict(state["meter"])
         self.metrics.load_state_dict(state["metrics"], first=self.feed.reader.division.rank == 0)
 

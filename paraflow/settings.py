@@ -14,6 +14,7 @@ from paraflow.data import Source
 from paraflow.data.pinned import PinnedSource
 from paraflow.dry_run import BATCHES, Snapshot
 from paraflow.engine import Engine
+from paraflow.errors import ParaflowError
 from paraflow.interval import Interval
 from paraflow.loggers.base import Logger
 from paraflow.watch import Watch
@@ -61,6 +62,7 @@ class Settings:
     ) -> list[Callback]:
         """Returns all that is called at events, in order."""
         listeners = [*callbacks, *loggers]
+        _require_folders_of_their_own(listeners)
         if progress and not any(isinstance(callback, ProgressBar) for callback in callbacks):
             listeners.append(ProgressBar())
         if self.dry_run:
@@ -93,3 +95,18 @@ class Settings:
         if val_source is not None and limit is not None:
             val_source = PinnedSource(val_source, limit)
         return (source if self.overfit is None else PinnedSource(source, self.overfit)), val_source
+
+
+def _require_folders_of_their_own(callbacks: Sequence[Callback]) -> None:
+    """Refuses two Checkpoints with one folder: each would remove what the other keeps.
+
+    Raises:
+        ParaflowError: There are two.
+    """
+    folders = [callback.folder.resolve() for callback in callbacks if isinstance(callback, Checkpoint)]
+    for folder in folders:
+        if folders.count(folder) > 1:
+            raise ParaflowError(
+                f"Two Checkpoint callbacks write to {str(folder)!r}, and each would remove what the other keeps. Give "
+                "each a folder of its own; keep_best and keep say how many stay."
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,10 +40,24 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
 def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     """Gives a trainer a run's state, saved under whatever plan."""
     trainer.engine.load_state_dict(state)
+    _keep_division(trainer, state["plan"])
     trainer.run.load_state_dict(state["run"])
     trainer.history.load_state_dict(state["history"])
     trainer.dispatcher.load_state_dict(dict(state["callbacks"]))
     trainer.step, trainer.epoch = (_count(state["counters"][name]) for name in ("step", "epoch"))
+
+
+def _keep_division(trainer: Trainer, saved: dict[str, Any]) -> None:
+    """Goes on with the saved number of micro-batches, where ``auto`` would choose it anew from today's free memory.
+
+    Another number sums in another order, and the run would not be bit-equal.
+    """
+    plan, accumulate = trainer.plan, saved["accumulate"]
+    if not trainer.chooses_accumulation or accumulate == plan.accumulate or saved["dp"] != plan.dp:
+        return
+    trainer.engine.plan = plan.with_fields(accumulate=accumulate)
+    reader = trainer.run.feed.reader
+    trainer.run.feed.reader = replace(reader, division=replace(reader.division, accumulate=accumulate))
 
 
 def _count(value: Any) -> int:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from paraflow import evaluation
+from paraflow import evaluation, seeding
 from paraflow.callbacks.base import Callback
 from paraflow.callbacks.dispatch import Dispatcher
 from paraflow.checkpoint.run import save_now
@@ -54,8 +54,6 @@ from paraflow.plugins.base import Plugin
 from paraflow.report import describe
 from paraflow.resolve import Request
 from paraflow.run import feed_of, make_run, metrics_of
-from paraflow.seeding import make_deterministic
-from paraflow.seeding import seed as seed_everything
 from paraflow.settings import Settings
 from paraflow.state import restore, state_of
 from paraflow.state import resume as resume_run
@@ -76,8 +74,7 @@ class Trainer:
         accumulate: Micro-batches for one optimizer step.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         comm_hook: ``"bf16"`` or ``"fp16"``: what gradients are communicated in.
-        activation_checkpointing: What is recomputed in backward.
-        cpu_offload: What lives on the host.
+        activation_checkpointing, cpu_offload: What is recomputed in backward, and what lives on the host.
         apply_groups: Groups in which the optimizer is applied.
         compile: Whether the model goes through torch.compile.
         clip_norm: Bound on the global gradient norm.
@@ -88,8 +85,7 @@ class Trainer:
         seed: Seeds the order of samples, and on each data rank what is random in training.
         deterministic: Whether torch is held to deterministic algorithms.
         device: ``"auto"``, or a torch device.
-        callbacks: Called at events, in this order.
-        loggers: Callbacks that write numbers; called after the others.
+        callbacks, loggers: Called at events, in this order; loggers are callbacks that write numbers.
         progress: Whether the plan and the progress are printed (by rank 0).
         val_every: How often `fit` validates: ``"1ep"``, steps, or time.
         stall_timeout: After so long without a sign of life, a run in which ranks wait for another is ended, and who is
@@ -102,6 +98,7 @@ class Trainer:
     Attributes:
         is_main: Whether this is rank 0, which prints and writes.
         limits: When the run ends.
+        chooses_accumulation: Whether ``auto`` chooses the number of micro-batches.
         step: Optimizer steps that are done: the only counter of schedules, logs and checkpoints.
         epoch: Epochs that are complete.
         current_epoch: The epoch that is running, or has just ended, from 0.
@@ -151,6 +148,7 @@ class Trainer:
         arguments = locals()
         said = {name: arguments[name] for name in PLAN_FIELDS if arguments.get(name) is not None}
         self._request = Request(flags=said, plugins=tuple(plugins), plan=plan, auto=auto)
+        self.chooses_accumulation = self._request.chooses("accumulate")
         self.limits = Limits.of(max_epochs, max_steps)
         self.seed, self.progress, self.is_main = seed, progress, is_main()
         self._device = device
@@ -163,7 +161,7 @@ class Trainer:
         self._choices: list[Choice] = []
         self._reset()
         if deterministic:
-            make_deterministic()
+            seeding.make_deterministic()
 
     def _reset(self) -> None:
         self.step = 0
@@ -245,10 +243,13 @@ class Trainer:
                 if self._settings.dry_run:
                     return dry_run(self, self._train, self._print)
                 self._train()
+                signal = self._watch.stopped_after_the_last()
         except BaseException as error:
-            explain(error, self.engine)
+            explain(error, self)
             self.dispatcher.fire("on_exception", {"exception": error})
             raise
+        if signal is not None:
+            raise interruption(signal)
         return self.history
 
     def _engine_of(self, model: nn.Module, batch_size: int | None = None) -> tuple[Engine, list[Choice]]:
@@ -265,7 +266,7 @@ class Trainer:
         self.engine.hooks = self.dispatcher.step_hooks()
         self.run = make_run(self.engine, source, val_source, self.seed, self._settings.val_every)
         self.engine.keep_outputs = bool(self.run.metrics)
-        seed_everything(self.seed + self.mesh.data_rank)
+        seeding.seed(self.seed + self.mesh.data_rank)
 
     def _train(self) -> None:
         if not self.engine.module.training:  # parts that were set to evaluation by themselves stay so
@@ -274,8 +275,7 @@ class Trainer:
         self.run.start(self.step)
         self._watch.start(self.step)
         self.dispatcher.fire("on_train_begin")
-        may_halve = self._request.chooses("accumulate")
-        self._train_step = stepping(self.engine, self.run, self._watch, self._print, may_halve=may_halve)
+        self._train_step = stepping(self, self._watch, self._print)
         self._agree_to_stop()
         while not self.finishing:
             self._train_epoch()
@@ -291,7 +291,7 @@ class Trainer:
             self.step += 1
             self.epoch = run.feed.epoch
             self.epoch_complete = batch.last
-            self._after_step(batch, result)
+            self._after_step(self.engine.batch, result)
             validated = self._validate() if run.val_trigger.at_step(self.step) else None
             ended = batch.last or self.finishing
             if ended:

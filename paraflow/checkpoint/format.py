@@ -15,7 +15,9 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,8 @@ def write(folder: Path, image: Image) -> None:
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        text = json.dumps({"version": VERSION, "state": image.plain}).encode()
+        # The time comes first, so that checkpoints can be put in order by their first bytes; a copy loses a file's own.
+        text = json.dumps({"written": time.time_ns(), "version": VERSION, "state": image.plain}).encode()
         (aside / _STATE).write_bytes(text)
         sums = {_STATE: hashlib.sha256(text).hexdigest(), _TENSORS: write_tensors(aside / _TENSORS, image.tensors)}
         (aside / _CHECKSUMS).write_text(json.dumps(sums), encoding="utf-8")
@@ -124,6 +127,13 @@ def verify(folder: Path) -> None:
         )
 
 
+def written_at(folder: Path) -> int:
+    """Returns when a checkpoint was written, in nanoseconds since the epoch, as it says itself."""
+    with (folder / _STATE).open("rb") as file:
+        found = re.match(rb'\{"written": (\d+),', file.read(64))
+    return int(found[1]) if found else (folder / _STATE).stat().st_mtime_ns
+
+
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder is a checkpoint, intact or not."""
     return (folder / _STATE).is_file()
@@ -155,10 +165,15 @@ def _checksum(path: Path) -> str:
 def _put_in_place(aside: Path, folder: Path) -> None:
     """Renames; what had the name before goes last."""
     old = folder.with_name(f".{folder.name}.old")
+    recover(folder)
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         os.replace(folder, old)
-    os.replace(aside, folder)
+    try:
+        os.replace(aside, folder)
+    except OSError:
+        recover(folder)
+        raise
     _sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paraflow.checkpoint.format import is_checkpoint, read, recover, take, verify
+from paraflow.checkpoint.format import is_checkpoint, read, recover, take, verify, written_at
 from paraflow.checkpoint.image import take_apart
 from paraflow.checkpoint.random import random_state
 from paraflow.checkpoint.writer import Writer
@@ -238,7 +238,7 @@ def tidy(folder: Path) -> None:
 
 
 def _written_at(checkpoint: Path) -> tuple[int, str]:
-    return (checkpoint / "state.json").stat().st_mtime_ns, checkpoint.name
+    return written_at(checkpoint), checkpoint.name
 
 
 def _best_of(inside: list[Path]) -> Path:

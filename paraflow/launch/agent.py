@@ -83,6 +83,7 @@ class Agent(LocalElasticAgent):
         if self.failure is not None:  # the ranks are started anew, and nothing else tells why
             print(self.failure.report(self.raised()), file=sys.stderr, flush=True)
         self.failure, self._looked = None, time.time()
+        self._passed.clear()  # it was for the ranks before these
         self.ranks = Processes()
         started: dict[int, Any] = super()._start_workers(worker_group)
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
@@ -98,7 +99,7 @@ class Agent(LocalElasticAgent):
         # SIGINT and SIGTERM are what a rank saves at; a terminal that closes asks for no less.
         number = death_sig if death_sig == signal.SIGINT else signal.SIGTERM
         self.ranks.end(number, self.grace)
-        super()._shutdown(death_sig, 30)
+        super()._shutdown(death_sig)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._pass_on()

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 FAILURE_FILE = "failure.json"  # beside the error file that torch's launcher names for each rank
+_FAILURE_VARIABLE = "PARAFLOW_FAILURE_FILE"  # under torchrun it is not set, for nobody would read the file
 
 
 def exit_status(returncode: int) -> int:
@@ -146,8 +147,8 @@ def _is_refusal(error: BaseException) -> bool:
 
 def write_failure(exit_code: int, error: BaseException, message: str | None) -> bool:
     """Tell the launcher how this rank failed; False where no launcher named a file for it."""
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file is None:
+    failure_file = os.environ.get(_FAILURE_VARIABLE)
+    if failure_file is None:
         return False
     said = {
         "time": time.time(),
@@ -156,7 +157,7 @@ def write_failure(exit_code: int, error: BaseException, message: str | None) -> 
         "message": message,
         "refused": _is_refusal(error),
     }
-    path = Path(error_file).with_name(FAILURE_FILE)
+    path = Path(failure_file)
     aside = path.with_suffix(".part")
     aside.write_text(json.dumps(said), encoding="utf-8")
     aside.replace(path)
@@ -184,6 +185,9 @@ def main() -> None:
     entry, parent, *rest = sys.argv[1:]
     end_with_parent(int(parent))
     if entry == "script":
+        error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if error_file is not None:
+            os.environ[_FAILURE_VARIABLE] = str(Path(error_file).with_name(FAILURE_FILE))
         run_script(rest)
     else:
         call_function(Connection(int(rest[0])))

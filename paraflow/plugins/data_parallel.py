@@ -58,6 +58,7 @@ class DataParallel(Plugin):
         self._replica: DistributedDataParallel | None = None
         self._after_backward: ProcessGroup | None = None
         self._checked = False
+        self._forwarded = False
 
     @property
     def fields(self) -> Mapping[str, Any]:
@@ -84,9 +85,16 @@ class DataParallel(Plugin):
             static_graph=self._static_graph,
             gradient_as_bucket_view=True,
         )
-        if not self._find_unused and not self._static_graph:
+        self._replica.register_forward_pre_hook(self._before_forward)
+        if not self._find_unused and not self._static_graph and not _has_hooks(module):
             self._rehearse(self._replica)
         return self._replica
+
+    def _before_forward(self, replica: nn.Module, *_: Any) -> None:
+        """A forward that is run again for one micro-batch must not give out rank 0's buffers again."""
+        if torch.is_grad_enabled() and self._forwarded:
+            replica.require_forward_param_sync = False  # type: ignore[assignment]
+        self._forwarded = torch.is_grad_enabled()
 
     def _rehearse(self, replica: DistributedDataParallel) -> None:
         """Has the buckets made final before the first step.
@@ -104,6 +112,7 @@ class DataParallel(Plugin):
 
     def micro_batch(self, index: int, count: int) -> AbstractContextManager[Any]:
         """Gradients of all but a step's last micro-batch stay on their rank; forward has to be inside as well."""
+        self._forwarded = False
         if self._replica is None or index == count - 1:
             return nullcontext()
         context: AbstractContextManager[Any] = self._replica.no_sync()
@@ -145,6 +154,11 @@ class _Rehearsable(nn.Module):
         # Autograd runs first what was recorded last; one element is enough for a gradient.
         firsts = [p.flatten()[:1].sum() for p in self.parameters() if p.requires_grad]
         return torch.stack([first.float() for first in firsts]).sum()
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether the user has something called with gradients (an optimizer in backward): a rehearsal would be real."""
+    return any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in module.parameters())
 
 
 def _buffers_option(replica: type, wanted: bool) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 from paraflow.mesh import Mesh
 
 _LOOK_SECONDS = 0.02
+_HOLE_SECONDS = 3.0  # after which an event that has a number and no text never comes
 
 
 class Board:
@@ -21,6 +22,7 @@ class Board:
     def __init__(self, mesh: Mesh) -> None:
         self.rank, self.world_size = mesh.rank, mesh.world_size
         self._seen = 0
+        self._hole_since: float | None = None
         self._store = self._make_store(mesh)
 
     def _make_store(self, mesh: Mesh) -> Any:
@@ -41,10 +43,24 @@ class Board:
     def new_events(self) -> list[dict[str, Any]]:
         """Returns the events since the last call, in the one order that all ranks see: ``kind``, ``rank``, and more."""
         events = []
-        while self._store.check([f"event-{self._seen + 1}"]):
-            self._seen += 1
-            events.append(json.loads(self._store.get(f"event-{self._seen}")))
-        return events
+        while True:
+            if self._store.check([f"event-{self._seen + 1}"]):
+                self._seen += 1
+                events.append(json.loads(self._store.get(f"event-{self._seen}")))
+            elif not self._is_hole():
+                return events
+
+    def _is_hole(self) -> bool:
+        """Whether the next event will never come, for its rank was killed with its number taken; then it is passed."""
+        if not self._store.check([f"event-{self._seen + 2}"]):
+            self._hole_since = None
+            return False
+        now = time.monotonic()
+        self._hole_since = self._hole_since or now
+        if now - self._hole_since < _HOLE_SECONDS:
+            return False
+        self._seen, self._hole_since = self._seen + 1, None
+        return True
 
     def answer(self, question: str, content: Any) -> None:
         """Gives this rank's answer to a question."""

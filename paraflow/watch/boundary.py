@@ -13,6 +13,10 @@ class Boundary:
     each rank can still reach it, since nobody has passed it, and those that wait in the step's collectives are joined
     by those that were held before.
 
+    Attributes:
+        passed: The last step whose boundary the main thread has passed.
+        waiting: Whether the main thread waits for the other ranks' word.
+
     Example:
         >>> boundary = Boundary(); boundary.start(4)
         >>> boundary.passes(5)
@@ -30,6 +34,7 @@ class Boundary:
         self._held = False
         self._stop_at = 0
         self.passed = 0
+        self.waiting = False
 
     def start(self, step: int) -> None:
         """Begins at a step, whose boundary is passed."""
@@ -41,7 +46,9 @@ class Boundary:
             if not self._held:
                 self.passed = step
                 return True
+        self.waiting = True
         self._decided.wait()
+        self.waiting = False
         if step >= self._stop_at:
             return False
         with self._lock:

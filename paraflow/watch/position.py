@@ -28,7 +28,8 @@ class Position:
         seconds: How long it had not moved.
         line: Its innermost line of the user's code, or else of Paraflow: ``"train.py:33 in training_step"``.
         collective: The collective that it waits in, or None.
-        sequence: The number of that collective among those of its group, or of the last one that is done.
+        group: The group of that collective.
+        sequence: Its number among those of the group.
     """
 
     rank: int
@@ -36,7 +37,8 @@ class Position:
     seconds: float
     line: str
     collective: str | None
-    sequence: int
+    group: str = ""
+    sequence: int = 0
 
     def __str__(self) -> str:
         place = f"waits in {self.collective}" if self.collective else "is in no collective"
@@ -47,10 +49,23 @@ class Position:
         return asdict(self)
 
 
-def position(rank: int, step: int, seconds: float, thread: int) -> Position:
-    """Returns where a thread of this rank is."""
-    collective, sequence = last_collective()
-    return Position(rank, step, seconds, line_of(thread), collective, sequence)
+def position(rank: int, step: int, seconds: float, thread: int, *, held: bool = False) -> Position:
+    """Returns where a thread of this rank is.
+
+    Args:
+        rank: The rank.
+        step: Steps that are done.
+        seconds: How long it has not moved.
+        thread: The identifier of the thread.
+        held: Whether it is held at a step boundary, until all ranks have said where they can stop.
+    """
+    line = line_of(thread)
+    if held:
+        return Position(rank, step, seconds, line, "the agreement on where to stop", "agreement")
+    entry = pending_collective()
+    if entry is None:
+        return Position(rank, step, seconds, line, None)
+    return Position(rank, step, seconds, line, _words(entry), _group(entry), int(entry.get("collective_seq_id", 0)))
 
 
 def line_of(thread: int) -> str:
@@ -87,18 +102,22 @@ def _frames(thread: int) -> list[FrameType]:
     return frames
 
 
-def last_collective() -> tuple[str | None, int]:
-    """Returns the oldest collective that is not done, in words, or None; and its number, or that of the last.
+def pending_collective() -> dict[str, Any] | None:
+    """Returns the oldest collective of this process that is not done, as torch's flight recorder has it, or None.
 
-    It is read from torch's flight recorder, which knows those that C++ starts, too.
+    The recorder knows those that C++ starts, too. It may hold more than one library's: gloo's and NCCL's.
     """
-    entries = [entry for entry in _recorded() if not entry.get("is_p2p")]
-    if not entries:
-        return None, 0
-    pending = [entry for entry in entries if not entry.get("retired") and entry.get("state") != "completed"]
-    entry = pending[0] if pending else entries[-1]
-    sequence = int(entry.get("collective_seq_id", 0))
-    return (_words(entry) if pending else None), sequence
+    pending = [
+        entry
+        for entry in _recorded()
+        if not entry.get("is_p2p") and not entry.get("retired") and entry.get("state") != "completed"
+    ]
+    return min(pending, key=lambda entry: int(entry.get("time_created_ns", 0)), default=None)
+
+
+def _group(entry: dict[str, Any]) -> str:
+    library = str(entry.get("profiling_name", "")).split(":")[0]
+    return f"{library} {entry.get('process_group')}"
 
 
 def _words(entry: dict[str, Any]) -> str:
@@ -109,12 +128,12 @@ def _words(entry: dict[str, Any]) -> str:
 
 
 def _recorded() -> list[dict[str, Any]]:
-    """The flight recorder's entries, the oldest first; none where it is not built in, or not on."""
+    """The flight recorders' entries; none where it is not built in, or not on."""
     from torch._C import _distributed_c10d as c10d
 
+    entries: list[dict[str, Any]] = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(c10d, name, None)
-        entries = json.loads(dump() or "{}").get("entries") if dump is not None else None
-        if entries:
-            return list(entries)
-    return []
+        if dump is not None:
+            entries += json.loads(dump() or "{}").get("entries") or []
+    return entries

@@ -58,6 +58,7 @@ class Signals:
         self._numbers = numbers
         self._handlers: dict[int, Any] = {}
         self._wakeup = -1
+        self._outer: Signals | None = None
         self._first: tuple[int, float] | None = None
         self._read_end, self._write_end = os.pipe()
         for end in (self._read_end, self._write_end):
@@ -67,10 +68,12 @@ class Signals:
         """Puts the handlers in place; in a thread that is not the main one there can be none, and nothing is done."""
         if not self._numbers or threading.current_thread() is not threading.main_thread():
             return
+        # What is ignored (a job in the background, nohup) stays so; what was not set from Python cannot be put back.
+        self._numbers = [n for n in self._numbers if signal.getsignal(n) not in (signal.SIG_IGN, None)]
         self._wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         for number in self._numbers:
             self._handlers[number] = signal.signal(number, _heard)
-        Signals._in_place = self
+        self._outer, Signals._in_place = Signals._in_place, self
 
     def remove(self, *, stopping: bool) -> None:
         """Puts back what was there before.
@@ -81,13 +84,24 @@ class Signals:
         """
         if self._handlers:
             for number, handler in self._handlers.items():
-                before = signal.SIG_DFL if handler is None else handler
-                signal.signal(number, _end_by_signal if stopping else before)
+                signal.signal(number, _end_by_signal if stopping else handler)
             signal.set_wakeup_fd(self._wakeup)
             self._handlers = {}
-            Signals._in_place = None
+            Signals._in_place = self._outer
+            late = None if stopping or self._first is not None else self.wait(0)
+            if late is not None:  # it came after the last look, and is for whoever comes next
+                os.kill(os.getpid(), late)
         os.close(self._read_end)
         os.close(self._write_end)
+
+    @property
+    def first(self) -> int | None:
+        """The first signal that has come, or None."""
+        return None if self._first is None else self._first[0]
+
+    def arm(self, number: int) -> None:
+        """Takes a signal that came to another rank for the first one: the next ends this process at once."""
+        self._first = self._first or (number, time.monotonic())
 
     def wake(self) -> None:
         """Ends a wait of another thread."""
@@ -95,9 +109,14 @@ class Signals:
 
     def wait(self, seconds: float) -> int | None:
         """Waits for so long, or until a signal comes; returns the first signal, once. A second one ends the process."""
-        if not select.select([self._read_end], [], [], seconds)[0]:
+        ready = select.poll()  # select knows no descriptor above 1,023
+        ready.register(self._read_end, select.POLLIN)
+        if not ready.poll(seconds * 1000):
             return None
-        return self._read(os.read(self._read_end, 64))
+        try:
+            return self._read(os.read(self._read_end, 64))
+        except BlockingIOError:  # another thread was faster
+            return None
 
     def _read(self, numbers: bytes) -> int | None:
         for number in numbers:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from paraflow.watch.position import Position
 
+_SILENT = "its process is stopped, dead, or in a call that keeps the interpreter's lock, or its host is gone"
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -23,17 +25,21 @@ class Verdict:
     hopeless: bool
 
 
-def judge(positions: Sequence[Position], left: Mapping[int, str], world_size: int) -> Verdict:
+def judge(
+    positions: Sequence[Position], left: Mapping[int, str], world_size: int, stalled_after: float = 0.0
+) -> Verdict:
     """Finds out who is waited for.
 
     Args:
         positions: Those of the ranks that answered.
         left: Why each rank that has left the run did so.
         world_size: The number of ranks.
+        stalled_after: After how many seconds a rank that does not move is stalled; one that has moved since is waited
+            for with hope.
 
     Example:
-        >>> waits = Position(0, 5, 60.0, "train.py:9 in <module>", "all_reduce(float[4]), number 7", 7)
-        >>> sleeps = Position(1, 5, 61.0, "train.py:33 in training_step", None, 6)
+        >>> waits = Position(0, 5, 60.0, "train.py:9 in <module>", "all_reduce(float[4]), number 7")
+        >>> sleeps = Position(1, 5, 61.0, "train.py:33 in training_step", None)
         >>> verdict = judge([waits, sleeps], {}, 2)
         >>> verdict.missing, verdict.hopeless
         ((1,), True)
@@ -46,15 +52,23 @@ def judge(positions: Sequence[Position], left: Mapping[int, str], world_size: in
     waiting = [rank for rank, position in said.items() if position.collective]
     silent = [rank for rank in range(world_size) if rank not in said and rank not in left]
     missing = sorted([*(rank for rank in said if rank not in waiting), *silent, *left])
-    if not missing and waiting:
-        behind = min(said[rank].sequence for rank in waiting)
-        missing = [rank for rank in waiting if said[rank].sequence == behind]
-        missing = missing if len(missing) < len(waiting) else []
+    if not missing:
+        missing = _behind([said[rank] for rank in waiting])
+    alive = [rank for rank in missing if rank in said and said[rank].seconds < 0.9 * stalled_after]
     lines = [str(said[rank]) for rank in sorted(said)]
-    lines += [f"rank {rank}: does not answer; its process is stopped or dead, or its host is gone" for rank in silent]
+    lines += [f"rank {rank}: does not answer; {_SILENT}" for rank in silent]
     lines += [f"rank {rank}: has left the run: {why}" for rank, why in sorted(left.items())]
     head = _head([rank for rank in waiting if rank not in missing], missing, waiting)
-    return Verdict(tuple(missing), "\n  ".join([head, *lines]), bool(waiting))
+    return Verdict(tuple(missing), "\n  ".join([head, *lines]), bool(waiting) and not alive)
+
+
+def _behind(waiting: Sequence[Position]) -> list[int]:
+    """Of ranks that all wait, those that are in an earlier collective of the one group than the others."""
+    if len({position.group for position in waiting}) != 1:
+        return []
+    first = min(position.sequence for position in waiting)
+    behind = [position.rank for position in waiting if position.sequence == first]
+    return behind if len(behind) < len(waiting) else []
 
 
 def _head(waiting: list[int], missing: list[int], all_waiting: list[int]) -> str:

@@ -144,7 +144,7 @@ def test_statistics_of_a_step_that_was_given_up_are_forgotten() -> None:
 
 
 def test_a_stand_in_stays_one() -> None:
-    batch = Batch([MicroBatch(torch.arange(3), 3), MicroBatch(torch.arange(2), 0)], samples=3, shares=(3,))
+    batch = Batch([MicroBatch(torch.arange(3), 3), MicroBatch(torch.arange(2), 0)], samples=3, shares=(3, 0))
     parts = in_parts(batch, 2).micro_batches
     assert [(micro.data.tolist(), micro.samples) for micro in parts] == [
         ([0, 1], 2),
@@ -152,3 +152,97 @@ def test_a_stand_in_stays_one() -> None:
         ([0, 1], 0),
         ([0, 1], 0),
     ]
+
+
+def test_metrics_see_the_parts_that_were_run() -> None:
+    model = Hungry(5, 0, "forward", False)
+
+    def both(batch: Any) -> dict[str, Any]:
+        x, y = batch
+        if len(x) > 5:
+            torch.empty(2**50)
+        output = model.last(torch.tanh(model.norm(model.first(x))))
+        return {"loss": torch.nn.functional.cross_entropy(output, y), "output": output, "target": y}
+
+    model.training_step = both  # type: ignore[method-assign]
+    model.configure(optimizer="sgd", lr=1e-30, metrics=["accuracy"])
+    trainer = pf.Trainer(max_epochs=1, seed=5, progress=False, auto="O1")
+    measured = trainer.fit(model, data(), batch_size=BATCH)["accuracy"]
+    x, y = data()
+    output = model.last(torch.tanh(model.norm(model.first(x))))
+    assert measured == pytest.approx([float((output.argmax(-1) == y).float().mean())])
+
+
+class Statistics(Hungry):
+    def __init__(self, fits: int, rank: int, where: str) -> None:
+        super().__init__(fits, rank, where, counted=False)
+        self.norm = torch.nn.BatchNorm1d(8)
+
+
+def statistics(where: str) -> dict[str, Any]:
+    model = Statistics(3, 1, where).configure(optimizer="adamw", lr=1e-2)
+    trainer = pf.Trainer(max_epochs=1, seed=5, progress=False, auto="O1", stall_timeout="20s")
+    trainer.fit(model, (torch.randn(24, 5), torch.zeros(24, dtype=torch.long)), batch_size=12)
+    return {"parts": trainer.run.parts, "batches": int(model.norm.num_batches_tracked)}
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_ranks_that_share_statistics_give_up_a_step_together(ranks: Any, where: str) -> None:
+    for mine in ranks(2, statistics, where):
+        assert mine == {"parts": 2, "batches": 4}
+
+
+def test_a_step_may_take_its_batch_apart() -> None:
+    class Popping(Hungry):
+        def training_step(self, batch: Any) -> Any:
+            return super().training_step((batch.pop("x"), batch.pop("y")))
+
+    model = Popping(5, 0, "forward", False).configure(optimizer="sgd", lr=0.1)
+    trainer = pf.Trainer(max_epochs=1, seed=5, progress=False, auto="O1")
+    x, y = data()
+    trainer.fit(model, {"x": x, "y": y}, batch_size=BATCH)
+    assert (trainer.step, trainer.run.parts) == (3, 2)
+
+
+class Late(Hungry):
+    """Has more memory while auto measures it."""
+
+    def training_step(self, batch: Any) -> Any:
+        self.fits = 1 if self.sizes else 99
+        return super().training_step(batch)
+
+
+def test_parts_of_one_sample_are_run_with_one_sample() -> None:
+    model = Late(1, 0, "forward", False).configure(optimizer="adamw", lr=1e-2)
+    trainer = pf.Trainer(max_epochs=1, seed=5, progress=False, auto="O1")
+    trainer.fit(model, data(), batch_size=BATCH)
+    assert (trainer.plan.accumulate, trainer.run.parts) == (1, 16)
+    assert model.sizes[-13:] == [1] * 13  # a batch of ten and the last one of three
+
+
+def test_where_not_even_what_is_measured_fits_samples_come_one_by_one() -> None:
+    mine = train(1, auto="O1", optimizer_implementation="default")
+    assert (mine["parts"], set(mine["sizes"][1:])) == (1, {1})
+    assert_same(mine, train(99))
+
+
+def test_on_two_ranks_a_stand_in_is_one_sample(ranks: Any) -> None:
+    for mine in ranks(2, train, 1, 1, auto="O1", optimizer_implementation="default"):
+        assert_same(mine, train(99))
+
+
+def test_a_run_that_goes_on_keeps_its_division(tmp_path: Any) -> None:
+    def go(steps: int, resume: str | None = None) -> pf.Trainer:
+        model = Hungry(99, 0, "forward", False).configure(optimizer="sgd", lr=0.1)
+        trainer = pf.Trainer(
+            max_steps=steps, seed=5, progress=False, auto="O1", callbacks=[pf.callbacks.Checkpoint(tmp_path)]
+        )
+        trainer.fit(model, data(), batch_size=BATCH, resume=resume)
+        return trainer
+
+    first = go(2)
+    first.engine.plan = first.engine.plan.with_fields(accumulate=2)  # as where less memory was free
+    first.save(tmp_path / "step-00000009")
+    second = go(3, resume="auto")
+    assert second.plan.accumulate == 2
+    assert len(second.engine.batch.micro_batches) == 2

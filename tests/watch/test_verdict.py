@@ -9,11 +9,12 @@ from paraflow.watch.verdict import judge
 
 
 def waits(rank: int, sequence: int) -> Position:
-    return Position(rank, 5, 60.0, "train.py:9 in <module>", f"all_reduce(float[4]), number {sequence}", sequence)
+    where = f"all_reduce(float[4]), number {sequence}"
+    return Position(rank, 5, 60.0, "train.py:9 in <module>", where, "gloo 0", sequence)
 
 
 def busy(rank: int, sequence: int) -> Position:
-    return Position(rank, 5, 61.0, f"train.py:{rank} in training_step", None, sequence)
+    return Position(rank, 5, 61.0, f"train.py:{rank} in training_step", None)
 
 
 @pytest.mark.parametrize(
