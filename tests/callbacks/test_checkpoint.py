@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +172,71 @@ def test_what_is_saved_is_the_model_of_that_step(tmp_path: Path) -> None:
 def test_arguments_of_another_kind_are_refused(tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Checkpoint(tmp_path, **options)
+
+
+KILLED = """
+import os, sys, threading
+import paraflow as pf
+from paraflow.callbacks import Checkpoint
+from paraflow.checkpoint import format as disk
+from tests.callbacks.runs import linear, samples
+
+folder, step, background = sys.argv[1], sys.argv[2], sys.argv[3] == "True"
+sync = disk._sync
+
+def sync_or_die(path):
+    if f"step-{int(step):08d}.writing" in str(path):
+        os.kill(os.getpid(), 9)  # everything is written but not in its place
+    sync(path)
+
+disk._sync = sync_or_die
+saving = Checkpoint(folder, 1, background=background)
+pf.Trainer(max_steps=6, progress=False, callbacks=[saving]).fit(linear(), samples(8), batch_size=4)
+"""
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_killed_while_saving_it_goes_on_from_the_one_before(tmp_path: Path, background: bool) -> None:
+    result = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), "4", str(background)], timeout=120)
+    assert result.returncode == -9
+    assert steps_in(tmp_path) == [3]
+    trainer = fit(linear(), Checkpoint(tmp_path, 1, background=background), 3, val=None, resume="auto")
+    whole = linear()
+    pf.Trainer(max_steps=6, progress=False).fit(whole, samples(8), batch_size=4)
+    assert trainer.step == 6
+    assert torch.equal(trainer.engine.module.weight, whole.weight)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000006"]
+
+
+def in_the_background(folder: str, steps: int | None, resume: Any) -> tuple[torch.Tensor, list[int], float | None]:
+    model = linear()
+    saving = Checkpoint(folder, 1, monitor="loss", keep=2, background=True)
+    trainer = pf.Trainer(max_steps=steps or 9, progress=False, callbacks=[saving])
+    trainer.fit(model, samples(8), batch_size=4, resume=resume)
+    return model.weight.detach().clone(), steps_in(Path(folder)), saving.best
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_saving_in_the_background_resumes_to_the_bit(ranks: Any, tmp_path: Path, size: int) -> None:
+    whole = ranks(size, in_the_background, str(tmp_path / "whole"), None, None)
+    ranks(size, in_the_background, str(tmp_path / "parts"), 5, None)
+    rest = ranks(size, in_the_background, str(tmp_path / "parts"), None, "auto")
+    for (weight, steps, best), (expected, expected_steps, expected_best) in zip(rest, whole, strict=True):
+        assert torch.equal(weight, expected)
+        assert steps == expected_steps
+        assert steps[-2:] == [8, 9]
+        assert best == expected_best
+
+
+def test_a_save_that_failed_is_not_the_best_and_removes_nothing(tmp_path: Path) -> None:
+    class Break(pf.Callback):
+        def on_step_end(self, trainer: pf.Trainer, logs: dict[str, Any]) -> None:
+            if trainer.step == 4:  # a file in its way
+                (tmp_path / ".step-00000004.writing").write_text("in the way")
+
+    checkpoint = Checkpoint(tmp_path, monitor="val_loss", on_error="continue")
+    trainer = pf.Trainer(max_epochs=4, progress=False, callbacks=[Break(), checkpoint])
+    with pytest.warns(UserWarning, match="step-00000004.*could not be written.*Training goes on"):
+        trainer.fit(Scripted([2.0, 1.0, 4.0, 3.0]), samples(8), VAL, batch_size=4)
+    assert (checkpoint.best, checkpoint.best_step) == (2.0, 2)
+    assert steps_in(tmp_path) == [2, 8]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +208,126 @@ def test_unused_parameters_are_named(ranks: Any) -> None:
     for message in ranks(2, unused_parameter):
         assert "spare.weight, spare.bias" in message
         assert "find_unused_parameters=True" in message
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "stall_timeout in epochs": ({"stall_timeout": "10ep"}, ValueError, "'10ep' is no time; write a time such as '30s'"),
+    "stall_timeout in words": ({"stall_timeout": "soon"}, ValueError, "'soon' is no interval.*10ep"),
+    "val_every of zero": ({"val_every": 0}, ValueError, "0 is no interval"),
+    "a signal nobody can hear": ({"preempt_signal": "SIGKILL"}, ValueError, "SIGKILL"),
+    "no signal": ({"preempt_signal": "NOSUCH"}, ValueError, "NOSUCH"),
+    "overfit on nothing": ({"overfit": 0}, pf.DataError, "overfit must be a whole number of batches.*not 0"),
+    "overfit on yes": ({"overfit": True}, pf.DataError, "overfit must be a whole number of batches.*not True"),
+    "debug below zero": ({"debug": -1}, ValueError, "debug must be True, or a whole number of steps.*not -1"),
+    "debug of zero": ({"debug": 0}, ValueError, "debug must be True, or a whole number of steps.*not 0"),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_settings_of_another_kind_are_refused_before_training(case: str) -> None:
+    given, error, sentence = SETTINGS[case]
+    with pytest.raises(error, match=sentence):
+        fit(callbacks=[NoStep()], **given)
+
+
+@pytest.mark.parametrize("every", ["often", "10 parsecs", "-3st", "0ep", 0, -1, 2.5, True, None, ""])
+def test_an_interval_that_does_not_parse(tmp_path: Path, every: Any) -> None:
+    with pytest.raises(ValueError, match=r'is no interval; write 500 or "500st" for steps, "10ep" for epochs'):
+        pf.callbacks.Checkpoint(tmp_path, every)
+
+
+def test_a_monitor_that_nothing_produces_is_told_what_is_produced(tmp_path: Path) -> None:
+    for watching in (
+        pf.callbacks.Checkpoint(tmp_path, monitor="val_acc"),
+        pf.callbacks.EarlyStopping("val_acc"),
+    ):
+        trainer = pf.Trainer(max_epochs=3, progress=False, callbacks=[watching])
+        with pytest.raises(pf.ParaflowError, match=r"Nothing measures 'val_acc'; there is .*loss.*val_loss"):
+            trainer.fit(net(), (X, Y), (X, Y))
+        assert trainer.epoch == 1, "it is told as soon as it can be known"
+
+
+@pytest.mark.parametrize("path", ["nowhere", "a/b/c", "x" * 300])
+def test_a_resume_path_that_does_not_exist_is_named(tmp_path: Path, path: str) -> None:
+    with pytest.raises(pf.CheckpointError, match=r"does not exist|cannot be read"):
+        pf.Trainer(progress=False, callbacks=[NoStep()]).fit(net(), (X, Y), resume=tmp_path / path)
+
+
+def test_a_resume_path_that_is_a_file_or_an_empty_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    for name, sentence in (("file", "is no folder"), ("empty", "has no checkpoint in it")):
+        with pytest.raises(pf.CheckpointError, match=f"{name}' {sentence}; give a folder that"):
+            pf.Trainer(progress=False, callbacks=[NoStep()]).fit(net(), (X, Y), resume=tmp_path / name)
+
+
+def unwritable(folder: str, on_error: Any) -> tuple[str, int]:
+    saving = pf.callbacks.Checkpoint(Path(folder) / "file" / "runs", on_error=on_error)
+    trainer = pf.Trainer(progress=False, callbacks=[saving])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(net(), (X, Y), batch_size=4)
+        except pf.CheckpointError as error:
+            return str(error), trainer.step
+    return "; ".join(str(warning.message) for warning in caught), trainer.step
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_place_that_cannot_be_written_is_told_before_the_first_step(ranks: Any, tmp_path: Path, size: int) -> None:
+    (tmp_path / "file").touch()
+    for said, step in ranks(size, unwritable, str(tmp_path), "raise"):
+        assert said == f"No checkpoint can be written to {str(tmp_path / 'file' / 'runs')!r}: Not a directory."
+        assert step == 0
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_by_flag_training_goes_on_without_checkpoints(ranks: Any, tmp_path: Path, size: int) -> None:
+    (tmp_path / "file").touch()
+    (said, step), *others = ranks(size, unwritable, str(tmp_path), "continue")
+    assert step == 2
+    assert said.count("Training goes on.") == 2, "when it begins, and when it would have saved"
+    assert others == [("", 2)] * (size - 1)
+
+
+class Dying(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 0 and torch.utils.data.get_worker_info() is not None:
+            os._exit(3)
+        return X[index], Y[index]
+
+
+def test_a_worker_that_dies_is_told() -> None:
+    loader = torch.utils.data.DataLoader(Dying(), batch_size=2, num_workers=1)
+    with pytest.raises(
+        pf.DataError, match=r"A worker process that reads the training data died, after 0 samples of epoch 1"
+    ):
+        fit(data=loader)
+
+
+def test_a_loss_that_is_not_finite_is_warned_of_at_the_epochs_end() -> None:
+    with pytest.warns(UserWarning, match="The loss of the epoch is nan; NaNGuard finds where it begins"):
+        fit(Bare(lambda w: w * float("nan")))
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "f1", "mse"])
+def test_a_metric_on_another_shape_names_it_and_the_shapes(metric: str) -> None:
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)
+
+    model = Two()
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return output.mean()
+
+    pf.configure(model, loss=loss, metrics=[metric])
+    with pytest.raises(pf.ModelError, match=rf"metric '{metric}' cannot compare .*\(8, 2\).*\(8, 2, 4\)"):
+        fit(model, data=(X, torch.zeros(8, 2, 4).long()))
