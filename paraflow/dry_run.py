@@ -7,7 +7,8 @@ import copy
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,8 @@ from paraflow.checkpoint.tensors import size_of
 from paraflow.errors import CheckpointError
 from paraflow.history import History
 from paraflow.limits import Limits
-from paraflow.sandbox import undone
-from paraflow.state import resume, state_of
+from paraflow.sandbox import surroundings
+from paraflow.state import restore, resume, state_of
 
 if TYPE_CHECKING:
     from paraflow.trainer import Trainer
@@ -73,6 +74,20 @@ def dry_run(trainer: Trainer, train: Callable[[], None], say: Callable[[str], No
     validation = f", validation of at most {BATCHES} batches" if trainer.validates else ""
     say(f"dry run: {steps} steps{validation}, {size:,} bytes saved and restored. The run is as it was before.")
     return measured
+
+
+@contextmanager
+def undone(trainer: Trainer) -> Iterator[None]:
+    """Runs a block that may train in every way; afterwards the run's state is as it was before.
+
+    Callbacks hear of everything; they are given their state of before back, and keep what is not in it.
+    """
+    state = copy.deepcopy(state_of(trainer))
+    with surroundings(trainer.engine):
+        try:
+            yield
+        finally:
+            restore(trainer, state)
 
 
 def _save_and_restore(trainer: Trainer) -> int:

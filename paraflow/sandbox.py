@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from paraflow.checkpoint.random import random_state, restore_random_state
 from paraflow.engine import Engine, StepHooks
-from paraflow.state import restore, state_of
 
 if TYPE_CHECKING:
     from paraflow.trainer import Trainer
@@ -25,7 +24,7 @@ def preserved(trainer: Trainer) -> Iterator[None]:
     engine, run = trainer.engine, trainer.run
     state = copy.deepcopy({"engine": engine.state_dict(), "run": run.state_dict()})
     hooks, engine.hooks = engine.hooks, StepHooks()
-    with _surroundings(engine):
+    with surroundings(engine):
         try:
             yield
         finally:
@@ -35,21 +34,7 @@ def preserved(trainer: Trainer) -> Iterator[None]:
 
 
 @contextmanager
-def undone(trainer: Trainer) -> Iterator[None]:
-    """Runs a block that may train in every way; afterwards the run's state is as it was before.
-
-    Callbacks hear of everything; they are given their state of before back, and keep what is not in it.
-    """
-    state = copy.deepcopy(state_of(trainer))
-    with _surroundings(trainer.engine):
-        try:
-            yield
-        finally:
-            restore(trainer, state)
-
-
-@contextmanager
-def _surroundings(engine: Engine) -> Iterator[None]:
+def surroundings(engine: Engine) -> Iterator[None]:
     """Puts back what no state holds: random generators, modes, gradients, buffers that are not persistent."""
     generators = random_state(engine.mesh)
     modes = [(module, module.training) for module in engine.module.modules()]

@@ -260,8 +260,8 @@ def _require_shapes(mine: Shapes, theirs: Shapes, folder: Path) -> None:
     both = [name for name in mine if name in theirs]
     differing = [f"{name} {theirs[name]} for {mine[name]}" for name in both if mine[name] != theirs[name]]
     parts = [
-        f"it lacks {_some(missing)}" if missing else "",
-        f"it has {_some(unknown)}" if unknown else "",
+        f"it lacks {_some([f'{name} {mine[name]}' for name in missing])}" if missing else "",
+        f"it has {_some([f'{name} {theirs[name]}' for name in unknown])}" if unknown else "",
         f"of another shape: {_some(differing)}" if differing else "",
     ]
     problems = "; ".join(part for part in parts if part)

@@ -70,8 +70,8 @@ class Feed:
     def _read(self) -> Iterator[Batch]:
         try:
             yield from on_device(self.source.read(self.epoch, self.position, self.reader), self._device)
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+        except (RuntimeError, ConnectionError, EOFError) as error:  # the latter from the pipe of a worker that died
+            if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                 raise
             raise DataError(
                 f"A worker process that reads the {self._name} died, after {self.position} samples of epoch "

@@ -40,7 +40,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module, sa
         )
     places = {name: place for place, name in enumerate(name for group in mine for name in group)}
     numbered = {
-        "state": {places[name]: values for name, values in saved["state"].items()},
+        "state": {places[name]: dict(values) for name, values in saved["state"].items()},
         "param_groups": [
             {**group, **_implementation(here), "params": [places[name] for name in group["params"]]}
             for group, here in zip(saved["param_groups"], optimizer.param_groups, strict=True)

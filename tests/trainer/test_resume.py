@@ -147,7 +147,9 @@ def test_skipped_samples_are_not_loaded(tmp_path: Path) -> None:
 def test_another_model_is_refused_by_name_and_shape(tmp_path: Path) -> None:
     run(str(tmp_path), stop_at=1)
     other = pf.configure(torch.nn.Linear(5, 3), loss="cross_entropy")
-    with pytest.raises(pf.CheckpointError, match=r"another model: it lacks bias, weight; it has body\.0\.bias"):
+    with pytest.raises(
+        pf.CheckpointError, match=r"another model: it lacks bias \(3,\), weight \(3, 5\); it has body\.0\.bias \(16,\)"
+    ):
         pf.Trainer(progress=False).fit(other, data(), resume=tmp_path)
     with pytest.raises(pf.CheckpointError, match="does not exist"):
         pf.Trainer(progress=False).fit(model(), data(), resume=tmp_path / "nowhere")
