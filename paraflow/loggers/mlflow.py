@@ -130,7 +130,7 @@ class MLflowLogger(Logger):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the id of the run."""
-        return {"run_id": self.run_id}
+        return {"run_id": self.run_id or self._resumed_id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up the id of the run to go on with."""

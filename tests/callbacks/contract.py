@@ -123,7 +123,7 @@ TABLE: dict[str, Row] = {
     ),
     "mlflow": Row(
         loggers.MLflowLogger,
-        lambda folder: loggers.MLflowLogger("tests", tracking_uri=f"file:{folder / 'mlruns'}"),
+        lambda folder: loggers.MLflowLogger("tests", tracking_uri=f"sqlite:///{folder.absolute() / 'mlflow.db'}"),
         keeps=True,
         package="mlflow",
     ),

@@ -204,9 +204,15 @@ def left_behind(name: str, folder: str, event: str) -> dict[str, Any]:
     for thread in set(threading.enumerate()) - threads:
         thread.join(5)  # one that ends by itself
     again = fit(mine, folder)
+    open_files = [target for target in map(_target, Path("/proc/self/fd").iterdir()) if target.startswith(folder)]
     return {
-        "files": [target for target in map(_target, Path("/proc/self/fd").iterdir()) if target.startswith(folder)],
-        "threads": [thread.name for thread in set(threading.enumerate()) - threads],
+        # A package's own files and threads serve the runs to come.
+        "files": open_files if TABLE[name].package is None else [],
+        "threads": [
+            thread.name
+            for thread in set(threading.enumerate()) - threads
+            if TABLE[name].package is None or thread.name.startswith("paraflow")
+        ],
         "modes": [part for part, module in model.named_modules() if not module.training],
         "hooks": [
             part
