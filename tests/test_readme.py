@@ -24,3 +24,13 @@ def test_the_example_runs(tmp_path: Path) -> None:
 def test_what_it_links_to_exists() -> None:
     for target in re.findall(r"\]\(([^)#]+)", README.read_text(encoding="utf-8")):
         assert (README.parent / target).exists(), target
+
+
+def test_the_tests_that_reliability_names_exist() -> None:
+    root = README.parent
+    text = (root / "docs" / "reliability.md").read_text(encoding="utf-8")
+    rooms = {"T": "trainer", "C": "callbacks", "K": "checkpoint", "D": "data", "P": "pain"}
+    named = [root / "tests" / rooms[room] / f"{name}.py" for room, name in re.findall(r"\b([TCKDP])/`(\w+)`", text)]
+    named += [root / path for path in re.findall(r"`((?:tests|benchmarks)/[\w/]+\.py)`", text)]
+    assert len(named) > 60
+    assert [path for path in named if not path.exists()] == []
