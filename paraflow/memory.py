@@ -4,7 +4,7 @@ A rank that runs out of memory in the middle of a step cannot simply leave it, f
 collectives. It tells them, waits until all have heard, and goes through the rest of the step with a stand-in of one
 sample (two where a layer takes statistics). Before the optimizer every rank gives the step up, and all begin it anew
 from the original micro-batches, each cut in twice as many parts. A step that fits pays for a copy of the buffers that
-steps change (running statistics), and for nothing else.
+steps change (running statistics) and of torch's random state, and for nothing else.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from paraflow.buffers import Buffers
 from paraflow.data.batch import Batch, MicroBatch, count_rows, map_tensors, take_rows
 from paraflow.engine import Engine, StepAbandoned, StepResult
 from paraflow.errors import ParaflowError
@@ -53,7 +54,7 @@ class MemoryGuard:
         self._engine, self._run, self._watch, self._say = engine, run, watch, say
         self._plain = engine.run_micro_batch
         self._attempt = 0
-        self._buffers = _Buffers(engine.module)
+        self._buffers = Buffers(engine.module)
         self._least = 2 if any(_takes_statistics(layer) for layer in engine.module.modules()) else 1
 
     def train_step(self, batch: Batch) -> StepResult:
@@ -64,6 +65,7 @@ class MemoryGuard:
         """
         engine = self._engine
         self._buffers.keep()
+        generators = _generators(engine)
         engine.run_micro_batch, engine.abandons = self._run_micro_batch, self._given_up
         try:
             while True:
@@ -73,6 +75,7 @@ class MemoryGuard:
                 except StepAbandoned:
                     self._halve(batch)
                 self._buffers.put_back()
+                _set_generators(engine, generators)
         finally:
             engine.run_micro_batch, engine.abandons = self._plain, None
 
@@ -160,33 +163,16 @@ def stand_in(micro: MicroBatch, least: int = 1) -> MicroBatch:
     return MicroBatch(take_rows(micro.data, max(rows - least, 0), rows, rows), micro.samples)
 
 
-class _Buffers:
-    """The buffers that steps change, as they were before a step; which those are shows in the first one."""
+def _generators(engine: Engine) -> list[torch.Tensor]:
+    """The states of torch's generators, of the host and of the device; reading them waits for nothing."""
+    device = engine.mesh.device
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._buffers = list(module.buffers())
-        self._copies: list[torch.Tensor] = []
-        self._versions: list[int] = []
-        self._known = not self._buffers
 
-    def keep(self) -> None:
-        """Copies them."""
-        if self._known:
-            if self._copies:
-                torch._foreach_copy_(self._copies, self._buffers)
-            return
-        if self._copies:
-            pairs = zip(self._buffers, self._versions, strict=True)
-            self._buffers = [buffer for buffer, version in pairs if buffer._version != version]
-            self._known = True
-        self._copies = [buffer.detach().clone() for buffer in self._buffers]
-        self._versions = [buffer._version for buffer in self._buffers]
-
-    def put_back(self) -> None:
-        """Undoes what has changed."""
-        for buffer, copy in zip(self._buffers, self._copies, strict=True):
-            buffer.copy_(copy)
-        self._versions = [buffer._version for buffer in self._buffers]
+def _set_generators(engine: Engine, states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state, engine.mesh.device)
 
 
 def _takes_statistics(layer: torch.nn.Module) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -203,6 +203,11 @@ class Mesh:
         box = torch.tensor([value], dtype=torch.float64)
         dist.broadcast(box, src=0)
         return float(box.item())
+
+    @property
+    def agree(self) -> Callable[[float], float] | None:
+        """What gives rank 0's number to every rank, or None where there is one process."""
+        return self.broadcast if self.world_size > 1 else None
 
     def wait_at_most(self, seconds: float) -> None:
         """Sets how long a collective waits for other ranks; torch's own is 10 minutes with NCCL, and 30 with gloo."""

@@ -53,7 +53,7 @@ class Run:
     def compute(self) -> dict[str, float]:
         """Returns the epoch's means and metrics so far: a collective."""
         numbers = {**self.meter.compute(), **self.metrics.compute()}
-        if not math.isfinite(numbers["loss"]):
+        if not math.isfinite(numbers["loss"]) and self.feed.reader.division.rank == 0:
             warnings.warn(f"The loss of the epoch is {numbers['loss']}; NaNGuard finds where it begins.", stacklevel=3)
         return numbers
 
@@ -90,7 +90,7 @@ def make_run(engine: Engine, source: Source, val_source: Source | None, seed: in
         meter=MeanMeter(engine.mesh),
         metrics=metrics_of(engine),
         val_metrics=metrics_of(engine),
-        val_trigger=Trigger(val_every, engine.mesh.broadcast),
+        val_trigger=Trigger(val_every, engine.mesh.agree),
     )
 
 

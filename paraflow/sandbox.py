@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from paraflow.buffers import Buffers
 from paraflow.checkpoint.random import random_state, restore_random_state
 from paraflow.engine import Engine, StepHooks
 
@@ -38,7 +39,8 @@ def surroundings(engine: Engine) -> Iterator[None]:
     """Puts back what no state holds: random generators, modes, gradients, buffers that are not persistent."""
     generators = random_state(engine.mesh)
     modes = [(module, module.training) for module in engine.module.modules()]
-    buffers = {name: buffer.detach().clone() for name, buffer in engine.module.named_buffers()}
+    buffers = Buffers(engine.module)
+    buffers.keep()
     lr = engine.lr
     try:
         yield
@@ -46,8 +48,7 @@ def surroundings(engine: Engine) -> Iterator[None]:
         engine.lr = lr
         for module, training in modes:
             module.training = training
-        for name, buffer in engine.module.named_buffers():
-            buffer.data.copy_(buffers[name])
+        buffers.put_back()
         for parameter in engine.parameters:
             parameter.grad = None
         restore_random_state(generators, engine.mesh)

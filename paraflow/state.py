@@ -10,6 +10,7 @@ from paraflow.callbacks.checkpoint import Checkpoint
 from paraflow.checkpoint.random import restore_random_state
 from paraflow.checkpoint.run import load, load_newest
 from paraflow.errors import CheckpointError, ParaflowError
+from paraflow.watch.signals import interruption
 
 if TYPE_CHECKING:
     from paraflow.trainer import Trainer
@@ -114,4 +115,16 @@ def _take_up(trainer: Trainer, folder: Path, state: dict[str, Any]) -> list[str]
             f"The checkpoint {str(folder)!r} does not hold what a run needs: {failures[0]}. Resume with the model, "
             "optimizer, data and callbacks that it was saved with."
         ) from cause
-    return [f"resumed from {folder} at step {trainer.step}"]
+    done = "; the run is complete" if trainer.finishing else ""
+    return [f"resumed from {folder} at step {trainer.step}{done}"]
+
+
+def interrupted(trainer: Trainer, signal: int) -> BaseException:
+    """Says what becomes of a run that a signal has ended, and returns what is raised for it."""
+    if trainer.progress and trainer.is_main:
+        saving = [callback for callback in trainer.callbacks if isinstance(callback, Checkpoint)]
+        saved = ", ".join(str(callback.last_path) for callback in saving if callback.last_path)
+        said = f"saved in {saved}; fit(..., resume='auto') goes on from there" if saved else "nothing was saved"
+        why = "" if saving else ": the run has no Checkpoint"
+        trainer.console.print(f"interrupted after step {trainer.step}: {said}{why}", highlight=False, soft_wrap=True)
+    return interruption(signal)

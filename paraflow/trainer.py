@@ -55,9 +55,8 @@ from paraflow.report import describe
 from paraflow.resolve import Request
 from paraflow.run import feed_of, make_run, metrics_of
 from paraflow.settings import Settings
-from paraflow.state import restore, state_of
+from paraflow.state import interrupted, restore, state_of
 from paraflow.state import resume as resume_run
-from paraflow.watch.signals import interruption
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -249,7 +248,7 @@ class Trainer:
             self.dispatcher.fire("on_exception", {"exception": error})
             raise
         if signal is not None:
-            raise interruption(signal)
+            raise interrupted(self, signal)
         return self.history
 
     def _engine_of(self, model: nn.Module, batch_size: int | None = None) -> tuple[Engine, list[Choice]]:
@@ -271,7 +270,7 @@ class Trainer:
     def _train(self) -> None:
         if not self.engine.module.training:  # parts that were set to evaluation by themselves stay so
             self.engine.module.train()
-        self.dispatcher.start(self.step, self.mesh.broadcast)
+        self.dispatcher.start(self.step, self.mesh.agree)
         self.run.start(self.step)
         self._watch.start(self.step)
         self.dispatcher.fire("on_train_begin")
@@ -300,7 +299,7 @@ class Trainer:
             self._stopping |= signal is not None
             fire("on_checkpoint")
             if signal is not None:
-                raise interruption(signal)
+                raise interrupted(self, signal)
             if ended:
                 return
 

@@ -6,13 +6,11 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from paraflow.callbacks.base import Callback
 from paraflow.callbacks.monitor import Mode, Monitor
 from paraflow.callbacks.retention import Retention
 from paraflow.checkpoint.run import PREFIX, prepare, save, settle
-from paraflow.checkpoint.writer import Writer
+from paraflow.checkpoint.writer import Writer, size_of_state
 from paraflow.errors import CheckpointError
 from paraflow.interval import Interval
 from paraflow.trigger import Trigger
@@ -69,6 +67,11 @@ class Checkpoint(Callback):
         self._trigger = Trigger(self._interval)
 
     @property
+    def last_path(self) -> Path | None:
+        """The last checkpoint, or None."""
+        return self._path(self._retention.saved[-1]) if self._retention.saved else None
+
+    @property
     def best(self) -> float | None:
         """The best value that was saved so far, or None."""
         return next((value for value, _ in self._retention.bests()), None)
@@ -90,7 +93,7 @@ class Checkpoint(Callback):
         if self.monitor is not None:
             self.monitor.require_data(trainer, "Checkpoint")
         self._tell(trainer, prepare(self.folder, trainer.mesh))
-        self._trigger = Trigger(self._interval, trainer.mesh.broadcast)
+        self._trigger = Trigger(self._interval, trainer.mesh.agree)
         self._trigger.start(trainer.step)
 
     def on_checkpoint(self, trainer: Trainer, logs: dict[str, Any]) -> None:
@@ -99,7 +102,7 @@ class Checkpoint(Callback):
         due = due or (trainer.epoch_complete and self._trigger.at_epoch(trainer.epoch))
         if not due and not trainer.finishing:
             if self._writer.background and trainer.is_main:
-                self._writer.reserve(lambda: _size_of_state(trainer))
+                self._writer.reserve(lambda: size_of_state(trainer.engine.module, trainer.engine.optimizer))
             return
         self._settle(trainer)
         self._retention.add(trainer.step, None if self.monitor is None else self.monitor.value(trainer))
@@ -141,10 +144,3 @@ class Checkpoint(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes them up."""
         self._retention.load_state_dict(state)
-
-
-def _size_of_state(trainer: Trainer) -> int:
-    """The bytes of this rank's parameters, buffers and optimizer state."""
-    states = trainer.engine.optimizer.state.values()
-    tensors = [*trainer.engine.module.state_dict().values(), *(value for state in states for value in state.values())]
-    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))

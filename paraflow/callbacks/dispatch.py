@@ -45,6 +45,9 @@ class Dispatcher:
     def __init__(self, trainer: Trainer, callbacks: Sequence[Callback], silent: tuple[type, ...] = ()) -> None:
         for callback in callbacks:
             _require_callback(callback)
+        for callback in callbacks:
+            if _listens(callback, "on_step_end"):
+                Interval.parse(callback.every)  # refused here, not when the run begins
         self.callbacks = list(callbacks)
         self.between_steps = True
         self._silent = silent
@@ -61,7 +64,12 @@ class Dispatcher:
         listening = [(hook, getattr(method, "__qualname__", "")) for hook in HOOKS for method in self._methods[hook]]
         return zlib.crc32(repr([listening, [str(c.every) for c in self.callbacks]]).encode())
 
-    def start(self, step: int, agree: Agree) -> None:
+    def _ask_soon(self) -> None:
+        """Has clocks looked at with the next step: time has passed that was no step's."""
+        for trigger, _ in self._step_end:
+            trigger.ask_soon()
+
+    def start(self, step: int, agree: Agree | None) -> None:
         """Makes ready for steps; intervals of time begin now."""
         self.between_steps = True
         self._step_end = []
@@ -75,6 +83,8 @@ class Dispatcher:
         """Calls everybody who listens to an event."""
         if hook in _SETTLES:
             self.between_steps = _SETTLES[hook]
+        if hook == "on_validation_end":
+            self._ask_soon()
         for method in self._methods[hook]:
             method(self._trainer, {} if logs is None else logs)
 

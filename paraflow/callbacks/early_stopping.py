@@ -6,7 +6,9 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from paraflow.callbacks.base import Callback
+from paraflow.callbacks.best_weights import measured_weights, require_one_at_the_end
 from paraflow.callbacks.monitor import Mode, Monitor
+from paraflow.callbacks.trial import say
 
 if TYPE_CHECKING:
     import torch
@@ -28,11 +30,11 @@ class EarlyStopping(Callback):
         warmup: How many of the first measurements do not count against patience.
         target: A value at which, or beyond which, the run ends at once.
         stop_on_nan: Whether a value that is NaN or infinite ends the run at once.
-        restore_best: Whether the weights of the best measurement are put back when the run ends, early or not. Each
-            rank keeps a copy in the host's memory, and checkpoints hold it for a resumed run.
+        restore_best: Whether the best weights (an `EMA`'s averages, where validation is of these) are put back when the
+            run ends. Each rank keeps a copy in the host's memory, and checkpoints hold it.
 
     Attributes:
-        best, best_step: The best value so far, and the step at which it was measured, or None.
+        best, best_step: The best value so far, and its step, or None.
         wait: Measurements since then that count against patience.
         stopped_step: The step at which it stopped the run, or None; resumed, the run stops again, unless `patience` or
             whatever stopped it was changed.
@@ -75,6 +77,8 @@ class EarlyStopping(Callback):
         if not trainer.step:
             self._reset()
         self.monitor.require_data(trainer, "EarlyStopping")
+        if self.restore_best:
+            require_one_at_the_end(trainer)
         self._fitting, self._looked_at, self._last = True, trainer.step, math.nan
         self.stopped_step = self.stopped_step if self._reason() else None
         if self.stopped_step is not None:
@@ -82,25 +86,16 @@ class EarlyStopping(Callback):
 
     def on_validation_end(self, trainer: Trainer, logs: dict[str, Any]) -> None:
         """Looks at a validation that was due within an epoch; a callback's `Trainer.evaluate` is none."""
-        if self._fitting and trainer.run.val_trigger.interval.unit != "ep" and self._is_due(trainer):
+        if self._fitting and trainer.run.val_trigger.interval.unit != "ep" and self.monitor.is_due(trainer):
             self._look(trainer, logs.get(self.monitor.name))
 
     def on_epoch_end(self, trainer: Trainer, logs: dict[str, Any]) -> None:
         """Looks at what the epoch and its validation measured."""
         value = self.monitor.value(trainer)
-        if self._is_due(trainer):
+        if self.monitor.is_due(trainer):
             self._look(trainer, value)
         elif value is not None and trainer.step != self._looked_at:
             self._last = value
-
-    def _is_due(self, trainer: Trainer) -> bool:
-        """Whether a run that went on would have measured here as well."""
-        trigger = trainer.run.val_trigger
-        if not self.monitor.name.startswith("val_"):
-            return trainer.epoch_complete
-        if trigger.interval.unit == "s":
-            return not trainer.finishing
-        return trigger.at_step(trainer.step) or (trainer.epoch_complete and trigger.at_epoch(trainer.epoch))
 
     def _look(self, trainer: Trainer, value: float | None) -> None:
         if value is None or trainer.step == self._looked_at:
@@ -109,8 +104,7 @@ class EarlyStopping(Callback):
         self._measured = [self._measured[0] + 1, float(value)]
         if self.monitor.is_better(value, than=self.best):
             self.best, self.best_step, self.wait = float(value), trainer.step, 0
-            weights = trainer.engine.state_dict()["model"] if self.restore_best else {}  # the whole: a collective
-            self._weights = {name: value.detach().to("cpu", copy=True) for name, value in weights.items()}
+            self._weights = measured_weights(trainer, self.monitor.name) if self.restore_best else {}
         elif self._measured[0] > self.warmup:
             self.wait += 1
         if self._reason():
@@ -132,11 +126,12 @@ class EarlyStopping(Callback):
         """Puts back the best weights, and says why the run was stopped: rank 0 prints."""
         self._fitting = False
         said = [] if self.stopped_step is None else [f"stopped at step {self.stopped_step}: {self._reason()}"]
-        if self._weights and not self.monitor.is_better(self._last, than=self.best):
+        earlier = self.best_step != trainer.step and not self.monitor.is_better(self._last, than=self.best)
+        if self._weights and earlier:
             trainer.engine.load_state_dict({**trainer.engine.state_dict(), "model": self._weights})
             said.append(f"the weights of step {self.best_step} are back")
-        if said and trainer.progress and trainer.is_main:
-            trainer.console.print("; ".join(said), highlight=False, soft_wrap=True)
+        if said:
+            say(trainer, "; ".join(said))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the best, how long ago it was, what was measured last, and with `restore_best` the best weights."""

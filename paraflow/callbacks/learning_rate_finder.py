@@ -15,6 +15,7 @@ from paraflow.callbacks.trial import reads_once, say
 from paraflow.meters import step_means
 from paraflow.optim.base_rate import ratios, set_base_rate, set_rates
 from paraflow.sandbox import preserved
+from paraflow.watch import Watch
 
 if TYPE_CHECKING:
     from paraflow.data import Batch
@@ -106,7 +107,7 @@ class LearningRateFinder(Callback):
                 entry = (rate, loss, math.exp(place.add(math.log(rate))), average.add(loss))
                 for values, value in zip(self.curve.values(), entry, strict=True):
                     values.append(value)
-                if has_diverged(self.curve["smoothed"], self.stop_factor):
+                if has_diverged(self.curve["smoothed"], self.stop_factor) or Watch.asked_to_stop(trainer.mesh):
                     return
         finally:
             engine.schedule = schedule

@@ -12,7 +12,11 @@ if TYPE_CHECKING:
     from paraflow.trainer import Trainer
 
 Mode = Literal["min", "max"]
-_GREATER_IS_BETTER = ("acc", "auroc", "f1", "precision", "recall", "r2")
+_GREATER = """acc accuracy auroc auc aupr ap map f1 fbeta precision recall specificity sensitivity r2 iou miou dice
+    bleu rouge meteor psnr ssim mcc kappa ndcg mrr hit hits top1 top5 correct reward"""
+_LESS = """loss error err mae mse rmse mape l1 l2 nll bce ce perplexity ppl bits bpb bpc wer cer ter fid kid kl distance
+    regret norm"""
+_GREATER_IS_BETTER, _LESS_IS_BETTER = frozenset(_GREATER.split()), frozenset(_LESS.split())
 
 
 @dataclass(frozen=True)
@@ -36,16 +40,16 @@ class Monitor:
 
     @classmethod
     def of(cls, name: str, mode: Mode | None, min_delta: float = 0.0) -> Monitor:
-        """Returns a monitor; where no mode is said, accuracies and their like are best high, and all else low.
+        """Returns a monitor; where no mode is said, the words of the name tell: losses are best low, accuracies high.
 
         Raises:
-            ValueError: An argument is not of its kind.
+            ValueError: An argument is not of its kind, or the name tells nothing.
         """
         if mode not in (None, "min", "max"):
             raise ValueError(f"mode must be 'min' or 'max', not {mode!r}.")
         if min_delta < 0:
             raise ValueError(f"min_delta must be at least 0, not {min_delta!r}.")
-        return cls(name, mode or ("max" if any(mark in name for mark in _GREATER_IS_BETTER) else "min"), min_delta)
+        return cls(name, mode or _mode_of(name), min_delta)
 
     def is_better(self, value: float, than: float | None) -> bool:
         """Whether a value is better than the best so far; one that is not a number never is."""
@@ -64,6 +68,15 @@ class Monitor:
         trainer.history.require(self.name, validates=trainer.validates and not trainer.finishing)
         return trainer.history.measured(self.name, trainer.step)
 
+    def is_due(self, trainer: Trainer) -> bool:
+        """Whether a run that went on would have measured here as well."""
+        trigger = trainer.run.val_trigger
+        if not self.name.startswith("val_"):
+            return trainer.epoch_complete
+        if trigger.interval.unit == "s":
+            return not trainer.finishing
+        return trigger.at_step(trainer.step) or (trainer.epoch_complete and trigger.at_epoch(trainer.epoch))
+
     def require_data(self, trainer: Trainer, who: str) -> None:
         """Refuses to watch validation in a run that has none.
 
@@ -72,3 +85,11 @@ class Monitor:
         """
         if self.name.startswith("val_") and not trainer.validates:
             raise ParaflowError(f"{who} monitors {self.name!r}, and fit was given no validation data.")
+
+
+def _mode_of(name: str) -> Mode:
+    words = set(name.lower().replace("-", "_").replace("/", "_").split("_"))
+    greater, less = words & _GREATER_IS_BETTER, words & _LESS_IS_BETTER
+    if bool(greater) == bool(less):
+        raise ValueError(f"Whether {name!r} is best high or low is not in its name; write mode='max' or mode='min'.")
+    return "max" if greater else "min"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -64,11 +63,16 @@ class ProgressBar(Callback):
             return
         seconds = time.monotonic() - self._epoch_began
         steps = trainer.step - self._steps_before
+        of = f"{steps} step{'' if steps == 1 else 's'}, {seconds:.1f} s"
         trainer.console.print(
-            f"{_epoch_name(trainer)}  {_numbers(logs)}  [dim]{steps} steps, {seconds:.1f} s[/dim]",
+            f"{_epoch_name(trainer)}  {_numbers(logs)}  [dim]{of}[/dim]",
             highlight=False,
             soft_wrap=True,
         )
+
+    def on_train_end(self, trainer: Trainer, logs: dict[str, Any]) -> None:
+        """Gives the terminal back."""
+        self._stop()
 
     def on_exception(self, trainer: Trainer, logs: dict[str, Any]) -> None:
         """Gives the terminal back."""
@@ -87,5 +91,5 @@ def _epoch_name(trainer: Trainer) -> str:
 
 
 def _numbers(logs: dict[str, Any]) -> str:
-    shown = (f"{key} {value:.4g}" for key, value in logs.items() if isinstance(value, float) and not math.isnan(value))
+    shown = (f"{key} {value:.4g}" for key, value in logs.items() if isinstance(value, float))
     return "  ".join(shown)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paraflow.buffers import Buffers
 from paraflow.data.order import preserved_random_state
 from paraflow.plugins.precision import DTYPES
 
@@ -23,7 +24,8 @@ def undisturbed(engine: Engine) -> Iterator[None]:
     """
     module, device = engine.module, engine.mesh.device
     modes = [(part, part.training, part._compiled_call_impl) for part in module.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    buffers = Buffers(module)
+    buffers.keep()
     for part, _, _ in modes:
         part._compiled_call_impl = None
     try:
@@ -32,9 +34,7 @@ def undisturbed(engine: Engine) -> Iterator[None]:
     finally:
         for part, training, compiled in modes:
             part.training, part._compiled_call_impl = training, compiled
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        buffers.put_back()
 
 
 def forward_again(engine: Engine, data: Any) -> Any:

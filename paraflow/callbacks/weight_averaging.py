@@ -82,12 +82,12 @@ class StochasticWeightAveraging(Callback):
                 "not say. Give a step, such as start=1000, or Trainer(max_steps=...)."
             )
         self._first = int(self.start * (trainer.total_steps or 0)) if isinstance(self.start, float) else self.start
-        self._trigger = Trigger(self._interval, trainer.mesh.broadcast)
+        self._trigger = Trigger(self._interval, trainer.mesh.agree)
         self._trigger.start(trainer.step)
         self._averages.begin(trainer)
 
-    def on_before_optimizer_step(self, trainer: Trainer, logs: dict[str, Any]) -> None:
-        """Sets the learning rate."""
+    def on_step_begin(self, trainer: Trainer, logs: dict[str, Any]) -> None:
+        """Sets the learning rate of the step, before anybody reads it."""
         past = trainer.step + 1 - self._first
         if self.lr is None or past < 1:
             return

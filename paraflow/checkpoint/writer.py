@@ -106,3 +106,9 @@ class Writer:
         if any(tensor.is_cuda for tensor in image.tensors.values()):
             torch.cuda.synchronize()
         return copies
+
+
+def size_of_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Returns the bytes of this rank's parameters, buffers and optimizer state."""
+    values = [*module.state_dict().values(), *(value for state in optimizer.state.values() for value in state.values())]
+    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from paraflow.errors import ParaflowError
 from paraflow.interval import Interval
 from paraflow.loggers.base import Event, Logger
-from paraflow.loggers.support import configuration, writing
+from paraflow.loggers.support import configuration, status_of, writing
 
 if TYPE_CHECKING:
     from paraflow.trainer import Trainer
@@ -59,8 +59,9 @@ class JSONLinesLogger(Logger):
 
     def end(self, step: int, error: BaseException | None) -> None:
         """Adds the last line."""
-        failed = {"status": "failed", "error": f"{type(error).__name__}: {error}"}
-        self._add("end", step, self._epoch, {"status": "finished"} if error is None else failed)
+        status = status_of(error)
+        why = {"error": f"{type(error).__name__}: {error}".removesuffix(": ")} if status == "failed" else {}
+        self._add("end", step, self._epoch, {"status": status, **why})
 
     def _add(self, event: str, step: int, epoch: int, content: dict[str, Any]) -> None:
         self._epoch = epoch

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from paraflow.errors import ParaflowError
 from paraflow.interval import Interval
 from paraflow.loggers.base import Event, Logger
-from paraflow.loggers.support import configuration, require_package
+from paraflow.loggers.support import configuration, require_package, status_of
 
 if TYPE_CHECKING:
     from paraflow.trainer import Trainer
 
+_STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 _MOST_METRICS, _MOST_PARAMS = 1000, 100  # what MLflow takes in one request
 
 
@@ -124,7 +125,7 @@ class MLflowLogger(Logger):
         try:
             if self._waiting:
                 self._client.log_batch(self.run_id, metrics=self._waiting)
-            self._client.set_terminated(self.run_id, "FINISHED" if error is None else "FAILED")
+            self._client.set_terminated(self.run_id, _STATUS[status_of(error)])
         except Exception as failure:
             self.warn_once("end", f"MLflow lacks the last {len(self._waiting)} numbers or the run's end: {failure}")
 

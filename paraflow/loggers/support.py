@@ -25,6 +25,13 @@ def configuration(trainer: Trainer) -> dict[str, Any]:
     return {"plan": trainer.plan.to_dict(), "seed": trainer.seed, "versions": versions}
 
 
+def status_of(error: BaseException | None) -> str:
+    """Returns how a run ended: ``"finished"``, ``"interrupted"`` by a signal, or ``"failed"``."""
+    if error is None:
+        return "finished"
+    return "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
+
+
 def require_package(package: str, logger: str, extra: str) -> None:
     """Refuses to make a logger whose package is not there; imports nothing.
 

@@ -72,6 +72,11 @@ class Watch:
         """Returns the watch that is in place in this process, or None."""
         return cls._current
 
+    @classmethod
+    def asked_to_stop(cls, mesh: Mesh) -> bool:
+        """Whether a signal has asked the present run to stop, on any rank; for what lasts long between two steps."""
+        return mesh.any(cls._current is not None and cls._current._stop_signal is not None)
+
     def start(self, step: int) -> None:
         """Begins at a step."""
         self._boundary.start(step)

@@ -115,7 +115,7 @@ def test_validation_comes_before_the_save_of_its_step(tmp_path: Path) -> None:
     assert (checkpoint.best, checkpoint.best_step) == (1.0, 4)
 
 
-@pytest.mark.parametrize("monitor", ["val_acc", "val_los", "accuracy"])
+@pytest.mark.parametrize("monitor", ["val_acc", "val_error", "accuracy"])
 def test_a_monitor_that_nothing_measures_is_refused(tmp_path: Path, monitor: str) -> None:
     with pytest.raises(pf.ParaflowError, match=rf"Nothing measures '{monitor}'; there is .*val_loss"):
         fit(Scripted([1.0] * 4), Checkpoint(tmp_path, monitor=monitor))

@@ -149,8 +149,8 @@ def test_a_stand_in_stays_one() -> None:
     assert [(micro.data.tolist(), micro.samples) for micro in parts] == [
         ([0, 1], 2),
         ([2], 1),
-        ([0, 1], 0),
-        ([0, 1], 0),
+        ([1], 0),
+        ([1], 0),
     ]
 
 

@@ -1,0 +1,40 @@
+"""The weights that a measurement was of, and who may put weights in the model when a run ends."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+from paraflow.callbacks.ema import EMA
+from paraflow.callbacks.weight_averaging import StochasticWeightAveraging
+from paraflow.errors import ParaflowError
+
+if TYPE_CHECKING:
+    import torch
+
+    from paraflow.trainer import Trainer
+
+
+def measured_weights(trainer: Trainer, monitored: str) -> dict[str, torch.Tensor]:
+    """Returns copies on the host of the weights that a metric was measured with: the whole, so a collective.
+
+    They are an EMA's averages where validation is of these.
+    """
+    averages = [callback for callback in trainer.callbacks if isinstance(callback, EMA) and callback.validate]
+    with averages[0].averaged() if averages and monitored.startswith("val_") else nullcontext():
+        weights = trainer.engine.state_dict()["model"]
+        return {name: value.detach().to("cpu", copy=True) for name, value in weights.items()}
+
+
+def require_one_at_the_end(trainer: Trainer) -> None:
+    """Refuses two callbacks that would both put weights in the model when the run ends.
+
+    Raises:
+        ParaflowError: There is another than the one that asks.
+    """
+    for other in trainer.callbacks:
+        if isinstance(other, StochasticWeightAveraging) or (isinstance(other, EMA) and other.swap_at_end):
+            raise ParaflowError(
+                f"EarlyStopping(restore_best=True) and {type(other).__name__} would both put weights in the model when "
+                "the run ends. Leave one of them out, or write EMA(swap_at_end=False)."
+            )
