@@ -73,3 +73,29 @@ def test_ranks_agree_on_time_at_every_step(ranks: Pool) -> None:
     slow, fast = ranks(2, _fired, [0.004, 0.0005], "0.06s", 120)
     assert slow == fast
     assert len(slow) >= 3
+
+
+def test_one_process_looks_at_its_clock_at_each_step() -> None:
+    """However fast the steps before were."""
+    trigger = Trigger(Interval.parse("0.2s"))
+    trigger.start(0)
+    assert not any(trigger.at_step(step) for step in range(1, 5000))
+    time.sleep(0.25)
+    assert trigger.at_step(5000)
+
+
+def test_many_ranks_ask_no_more_than_a_second_ahead() -> None:
+    asked: list[float] = []
+
+    def agree(value: float) -> float:
+        asked.append(value)
+        return value
+
+    trigger = Trigger(Interval.parse("1h"), agree)
+    trigger.start(0)
+    time.sleep(0.01)
+    assert not trigger.at_step(1)
+    assert 1 <= asked[0] <= 110  # at the pace of a step in 10 ms or more
+    trigger.ask_soon()
+    assert not trigger.at_step(2)
+    assert len(asked) == 2

@@ -15,13 +15,19 @@ if TYPE_CHECKING:
     from paraflow.trainer import Trainer
 
 
+def average_of(trainer: Trainer, monitored: str) -> EMA | None:
+    """Returns the callback whose averages a metric is measured with, or None where it is of the raw weights."""
+    averages = [callback for callback in trainer.callbacks if isinstance(callback, EMA) and callback.validate]
+    return averages[0] if averages and monitored.startswith("val_") else None
+
+
 def measured_weights(trainer: Trainer, monitored: str) -> dict[str, torch.Tensor]:
     """Returns copies on the host of the weights that a metric was measured with: the whole, so a collective.
 
     They are an EMA's averages where validation is of these.
     """
-    averages = [callback for callback in trainer.callbacks if isinstance(callback, EMA) and callback.validate]
-    with averages[0].averaged() if averages and monitored.startswith("val_") else nullcontext():
+    average = average_of(trainer, monitored)
+    with nullcontext() if average is None else average.averaged():
         weights = trainer.engine.state_dict()["model"]
         return {name: value.detach().to("cpu", copy=True) for name, value in weights.items()}
 

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from paraflow.callbacks.base import Callback
-from paraflow.callbacks.best_weights import measured_weights, require_one_at_the_end
+from paraflow.callbacks.best_weights import average_of, measured_weights, require_one_at_the_end
 from paraflow.callbacks.monitor import Mode, Monitor
 from paraflow.callbacks.trial import say
 
@@ -36,8 +36,7 @@ class EarlyStopping(Callback):
     Attributes:
         best, best_step: The best value so far, and its step, or None.
         wait: Measurements since then that count against patience.
-        stopped_step: The step at which it stopped the run, or None; resumed, the run stops again, unless `patience` or
-            whatever stopped it was changed.
+        stopped_step: The step at which it stopped the run, or None; such a run, resumed, stops again.
 
     Raises:
         ValueError: An argument is not of its kind.
@@ -126,12 +125,18 @@ class EarlyStopping(Callback):
         """Puts back the best weights, and says why the run was stopped: rank 0 prints."""
         self._fitting = False
         said = [] if self.stopped_step is None else [f"stopped at step {self.stopped_step}: {self._reason()}"]
-        earlier = self.best_step != trainer.step and not self.monitor.is_better(self._last, than=self.best)
-        if self._weights and earlier:
-            trainer.engine.load_state_dict({**trainer.engine.state_dict(), "model": self._weights})
-            said.append(f"the weights of step {self.best_step} are back")
+        said += self._put_back(trainer) if self._weights else []
         if said:
             say(trainer, "; ".join(said))
+
+    def _put_back(self, trainer: Trainer) -> list[str]:
+        """Puts the best weights in the model: those of the run's end, if what was measured there is better."""
+        name, last = self.monitor.name, self.monitor.is_better(self._last, than=self.best)
+        weights, step = (measured_weights(trainer, name), trainer.step) if last else (self._weights, self.best_step)
+        if step == trainer.step and average_of(trainer, name) is None:
+            return []  # they are there
+        trainer.engine.load_state_dict({**trainer.engine.state_dict(), "model": weights})
+        return [f"the weights of step {step} are back"]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the best, how long ago it was, what was measured last, and with `restore_best` the best weights."""

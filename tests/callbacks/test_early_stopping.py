@@ -263,3 +263,30 @@ def test_ranks_agree_and_get_the_best_weights_back(ranks: Any, shards: int) -> N
     first, second = ranks(2, _on_ranks, shards)
     assert first == second
     assert first[:3] == (8, 8, 3.0)
+
+
+@pytest.mark.parametrize("first", ["stopping", "averages"])
+@pytest.mark.parametrize("val_every", ["1ep", 3])
+def test_with_averages_the_best_weights_are_those_that_were_measured(first: str, val_every: Any) -> None:
+    torch.manual_seed(0)
+    model = pf.configure(torch.nn.Linear(3, 1), optimizer="sgd", lr=0.4, loss="mse")
+    x, noise = torch.randn(24, 3), torch.randn(24, 1)
+    stopping = EarlyStopping("val_loss", patience=99, restore_best=True)
+    callbacks: list[pf.Callback] = [stopping, pf.callbacks.EMA(0.8)]
+    trainer = pf.Trainer(
+        max_epochs=8,
+        progress=False,
+        val_every=val_every,
+        callbacks=callbacks if first == "stopping" else callbacks[::-1],
+    )
+    trainer.fit(model, (x[:16], noise[:16]), (x[16:], noise[16:]), batch_size=4)
+    assert stopping.best_step is not None
+    best = min([stopping.best or 0.0, *trainer.history["val_loss"]])  # or of the run's end
+    assert trainer.evaluate(model, (x[16:], noise[16:]), batch_size=8)["loss"] == pytest.approx(best)
+
+
+def test_two_that_put_weights_in_the_model_at_the_end_are_refused() -> None:
+    for other in (pf.callbacks.EMA(swap_at_end=True), pf.callbacks.StochasticWeightAveraging()):
+        trainer = pf.Trainer(progress=False, callbacks=[EarlyStopping(restore_best=True), other])
+        with pytest.raises(pf.errors.ParaflowError, match="would both put weights in the model when the run ends"):
+            trainer.fit(linear(), samples(8), samples(8), batch_size=4)

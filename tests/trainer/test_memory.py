@@ -246,3 +246,41 @@ def test_a_run_that_goes_on_keeps_its_division(tmp_path: Any) -> None:
     second = go(3, resume="auto")
     assert second.plan.accumulate == 2
     assert len(second.engine.batch.micro_batches) == 2
+
+
+def test_dropout_is_drawn_as_if_the_step_had_been_in_parts_at_once() -> None:
+    def go(accumulate: int | None, fits: int, early: bool) -> dict[str, torch.Tensor]:
+        class Dropping(Hungry):
+            def training_step(self, batch: Any) -> Any:
+                x, y = batch
+                if early and len(x) > self.fits:
+                    torch.empty(2**50)
+                hidden = torch.nn.functional.dropout(self.first(x), 0.5)
+                if len(x) > self.fits:
+                    torch.empty(2**50)
+                return torch.nn.functional.cross_entropy(self.last(hidden), y)
+
+        model = Dropping(fits, 0, "forward", False).configure(optimizer="sgd", lr=0.1)
+        options: dict[str, Any] = {"auto": "O1"} if accumulate is None else {"accumulate": accumulate}
+        pf.Trainer(max_steps=1, seed=5, progress=False, **options).fit(model, data(), batch_size=BATCH)
+        return model.state_dict()
+
+    whole = go(2, 99, early=False)
+    for early in (True, False):
+        for name, value in go(None, 5, early=early).items():
+            torch.testing.assert_close(value, whole[name], rtol=1e-6, atol=1e-7)
+
+
+def test_buffers_that_are_replaced_are_put_back() -> None:
+    class Counting(Hungry):
+        def __init__(self) -> None:
+            super().__init__(5, 0, "forward", False)
+            self.register_buffer("count", torch.zeros(()))
+
+        def training_step(self, batch: Any) -> Any:
+            self.count = self.count + 1
+            return super().training_step(batch)
+
+    model = Counting().configure(optimizer="sgd", lr=0.1)
+    pf.Trainer(max_epochs=1, seed=5, progress=False, auto="O1").fit(model, data(), batch_size=BATCH)
+    assert float(model.count) == 6  # three steps of two parts
