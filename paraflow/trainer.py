@@ -91,7 +91,7 @@ class Trainer:
             waited for is named (a tenth of it earlier, too); None waits for ever.
         debug: Whether ranks compare each collective before it runs, and every 10 steps (or so many) their parameters.
         dry_run: Whether `fit` runs two steps of everything, saves and restores, then undoes it.
-        overfit: Train on so many batches only, the same in every epoch, to see that the model can learn them.
+        overfit: Train and validate on so many batches only, the same in every epoch, to see that they can be learnt.
         preempt_signal: A signal, such as ``"SIGUSR1"``, that stops the run as SIGTERM does: saved, at a step boundary.
 
     Attributes:
