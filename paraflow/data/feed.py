@@ -56,20 +56,15 @@ class Feed:
             DataError: The epoch has no batch at all.
         """
         first, nothing = (self.epoch, self.position), True
-        for batch in self._read():
-            # The position is that after the batch: state is saved between steps only.
-            if batch.last:
-                self.epoch, self.position = self.epoch + 1, 0
-            else:
-                self.position += batch.samples
-            nothing = False
-            yield batch
-        if nothing:
-            raise DataError(f"The {self._name} gave no batch. {_why_nothing(*first)}")
-
-    def _read(self) -> Iterator[Batch]:
         try:
-            yield from on_device(self.source.read(self.epoch, self.position, self.reader), self._device)
+            for batch in on_device(self.source.read(self.epoch, self.position, self.reader), self._device):
+                # The position is that after the batch: state is saved between steps only.
+                if batch.last:
+                    self.epoch, self.position = self.epoch + 1, 0
+                else:
+                    self.position += batch.samples
+                nothing = False
+                yield batch
         except (RuntimeError, ConnectionError, EOFError) as error:  # the latter from the pipe of a worker that died
             if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                 raise
@@ -78,6 +73,8 @@ class Feed:
                 f"{self.epoch + 1}: {error}. Where memory ran out, use fewer workers; num_workers=0 shows an error of "
                 "the dataset itself."
             ) from error
+        if nothing:
+            raise DataError(f"The {self._name} gave no batch. {_why_nothing(*first)}")
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position."""

@@ -29,7 +29,6 @@ class Boundary:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._decided = threading.Event()
         self._held = False
         self._stop_at = 0
@@ -42,24 +41,19 @@ class Boundary:
 
     def passes(self, step: int) -> bool:
         """Whether the main thread, at the boundary of a step, goes on; it may wait here for the other ranks' word."""
-        with self._lock:
-            if not self._held:
-                self.passed = step
-                return True
+        # First the step, then the look: a watch that holds meanwhile names this boundary or the next; both are right.
+        self.passed = step
+        if not self._held:
+            return True
         self.waiting = True
         self._decided.wait()
         self.waiting = False
-        if step >= self._stop_at:
-            return False
-        with self._lock:
-            self.passed = step
-        return True
+        return step < self._stop_at
 
     def hold(self) -> int:
         """Holds the main thread at its next boundary, and returns that boundary's step."""
-        with self._lock:
-            self._held = True
-            return self.passed + 1
+        self._held = True
+        return self.passed + 1
 
     def decide(self, step: int) -> None:
         """Lets the main thread go on, to stop at the boundary of a step."""
