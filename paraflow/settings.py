@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from signal import SIGINT, SIGTERM
 
 from paraflow.callbacks.base import Callback
-from paraflow.callbacks.batch_size_finder import BatchSizeFinder
 from paraflow.callbacks.checkpoint import Checkpoint
-from paraflow.callbacks.learning_rate_finder import LearningRateFinder
-from paraflow.callbacks.profiler import Profiler
 from paraflow.callbacks.progress import ProgressBar
 from paraflow.data import Source
 from paraflow.data.pinned import PinnedSource
@@ -80,7 +77,11 @@ class Settings:
     @property
     def silent(self) -> tuple[type, ...]:
         """The kinds of callbacks that are not called: in a dry run, what would leave something behind."""
-        return (Logger, Checkpoint, Profiler, LearningRateFinder, BatchSizeFinder) if self.dry_run else ()
+        if not self.dry_run:
+            return ()
+        from paraflow.callbacks import BatchSizeFinder, LearningRateFinder, Profiler
+
+        return (Logger, Checkpoint, Profiler, LearningRateFinder, BatchSizeFinder)
 
     def watch(self, engine: Engine) -> Watch:
         """Returns the watch over a fit, which signals may stop at a step boundary."""
