@@ -30,7 +30,7 @@ class Checkpoint(Callback):
         every: How often.
         monitor: The metric whose best checkpoints are kept, such as ``"val_loss"``. Only a value that was measured at
             the step that is saved counts.
-        mode: Whether the best is the ``"min"`` or the ``"max"``; by default the greatest accuracy, the least of others.
+        mode: Whether the best is the ``"min"`` or the ``"max"``; needed where the metric's name does not tell.
         keep: How many of the last are kept.
         keep_best: How many of the best are kept.
         background: Whether training goes on while a checkpoint is written. It takes as much host memory as the state.

@@ -24,7 +24,7 @@ class EarlyStopping(Callback):
 
     Args:
         monitor: The metric, such as ``"val_loss"`` or ``"loss"``.
-        mode: Whether the best is the ``"min"`` or the ``"max"``; by default the greatest accuracy, the least of others.
+        mode: Whether the best is the ``"min"`` or the ``"max"``; needed where the metric's name does not tell.
         patience: Measurements in a row without a better one that end the run.
         min_delta: By how much a value must be better to count as better. One that is not a number never is.
         warmup: How many of the first measurements do not count against patience.
