@@ -3,10 +3,10 @@
 python examples/callbacks.py                        one process
 paraflow launch -n 2 examples/callbacks.py          two, the same training
 
-Before training: a table of the model, and a learning rate from a range test (runs/callbacks/learning-rate.png). While it
-trains: an average of the weights, on which it validates; throughput and memory in the log; a stop when the validation gets
-no better; a guard against steps that are not finite. Afterwards: the log, the curves, and the averaged weights of the best
-checkpoint.
+Before training: a table of the model, and a learning rate from a range test (runs/callbacks/learning-rate.png). While
+it trains: an average of the weights, on which it validates; throughput and memory in the log; a stop when the
+validation gets no better; a guard against steps that are not finite. Afterwards: the log, the curves, and the averaged
+weights of the best checkpoint.
 """
 
 from __future__ import annotations

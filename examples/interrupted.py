@@ -1,10 +1,10 @@
-"""A run that is interrupted in the middle of an epoch, and carried on: the weights are those of a run that never stopped.
+"""A run that is interrupted in the middle of an epoch, and carried on to the weights of a run that never stopped.
 
 python examples/interrupted.py                        one process
 paraflow launch -n 2 examples/interrupted.py          two
 
-The interruption is a real SIGTERM, which one rank sends itself, as a scheduler would. All ranks stop after the same step
-and save; the second part takes up what was saved with resume="auto".
+The interruption is a real SIGTERM, which one rank sends itself, as a scheduler would. All ranks stop after the same
+step and save; the second part takes up what was saved with resume="auto".
 """
 
 from __future__ import annotations
