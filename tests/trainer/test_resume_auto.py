@@ -187,7 +187,7 @@ def test_a_finished_run_is_resumed_and_has_nothing_to_do(tmp_path: Path, capsys:
     first = fit(tmp_path, 4)
     capsys.readouterr()
     again = fit(tmp_path, 4)
-    assert said(capsys) == [f"resumed from {tmp_path / 'step-00000004'} at step 4"]
+    assert said(capsys) == [f"resumed from {tmp_path / 'step-00000004'} at step 4; the run is complete"]
     assert torch.equal(again.engine.module.weight, first.engine.module.weight)
 
 
