@@ -108,7 +108,7 @@ REFUSALS: dict[str, Callable[[Path], Any]] = {
     "The loss must be a scalar tensor": lambda folder: fit(Stepping(lambda out: out.sum(1))),
     "The loss does not depend on any parameter": lambda folder: fit(Stepping(lambda out: out.mean().detach())),
     "need what the model predicted": lambda folder: fit(Stepping(lambda out: out.mean(), metrics=["accuracy"])),
-    "Nothing measures": lambda folder: fit(net(), callbacks=[pf.callbacks.Checkpoint(folder, monitor="error")], epochs=2),
+    "Nothing measures": lambda folder: fit(net(), callbacks=[pf.callbacks.Checkpoint(folder, monitor="mse")], epochs=2),
     "An iterator can be read only once": lambda folder: fit(net(), iter([(X, Y)]), epochs=2),
     "is of another model": load_another,
 }
