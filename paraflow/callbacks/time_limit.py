@@ -21,7 +21,8 @@ _AT_ONCE = 1e-9
 class TimeLimit(Callback):
     """Asks the run to end with the first step after so much time, the same step on every rank: rank 0's clock decides.
 
-    What ends with a run comes after it: the last validation and the last checkpoint. Leave time for them.
+    One process looks at its clock at each step; several look about a second ahead at most, at the pace of the steps
+    before. What ends with a run comes after it: the last validation and the last checkpoint. Leave time for all of it.
 
     Args:
         limit: ``"11h30min"``, ``"90s"``, ``"1d 12h"`` (of d, h, min, s), a number of seconds, a `datetime.timedelta`,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paraflow.buffers import Buffers
 from paraflow.launch.environment import local_world_size
 
 
@@ -36,7 +36,8 @@ def activation_bytes(
             seen[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    buffers = {name: copy.deepcopy(buffer) for name, buffer in module.named_buffers()}
+    buffers = Buffers(module)
+    buffers.keep()
     devices = [tensor.device for tensor in module.parameters() if tensor.is_cuda][:1]
     modes = [(layer, layer.training) for layer in module.modules()]
     if not module.training:  # parts that were set to evaluation by themselves stay so
@@ -53,8 +54,7 @@ def activation_bytes(
     finally:
         for layer, training in modes:
             layer.training = training
-        for name, buffer in module.named_buffers():
-            buffer.data.copy_(buffers[name])
+        buffers.put_back()
     return sum(seen.values())
 
 
