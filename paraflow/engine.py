@@ -14,57 +14,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from paraflow.data.batch import Batch, MicroBatch, map_tensors
+from paraflow.births import births_of, place
+from paraflow.data.batch import Batch, MicroBatch
 from paraflow.errors import ModelError
 from paraflow.loss import StepOutput, read_step, require_no_gradient_of_nothing
 from paraflow.mesh import Mesh
 from paraflow.models.task import Task
 from paraflow.normaliser import Normaliser
 from paraflow.optim.state import load_optimizer_state, optimizer_state
+from paraflow.optim.update import Update
 from paraflow.plan import Plan
-from paraflow.plugins.base import Plugin, State, in_order
-
-Listener = Callable[[], None]
-
-
-@dataclass
-class StepHooks:
-    """What the engine calls while it runs a step; empty where nobody listens."""
-
-    micro_batch_begin: tuple[Listener, ...] = ()
-    micro_batch_end: tuple[Listener, ...] = ()
-    before_backward: tuple[Listener, ...] = ()
-    after_backward: tuple[Listener, ...] = ()
-    before_optimizer_step: tuple[Listener, ...] = ()
-    after_optimizer_step: tuple[Listener, ...] = ()
-
-
-@dataclass(slots=True)
-class StepResult:
-    """What one optimizer step gave.
-
-    Attributes:
-        outputs: What each of this rank's micro-batches gave.
-        totals: The sums (weight × loss, weight) over all ranks, where the step exchanged them, else None.
-        norm: The global gradient norm, where a plugin measured it, else None.
-        stepped: Whether the optimizer stepped.
-    """
-
-    outputs: list[StepOutput]
-    totals: torch.Tensor | None
-    norm: torch.Tensor | None
-    stepped: bool
-
-
-class StepAbandoned(Exception):
-    """A step was given up on all ranks before its optimizer stepped."""
+from paraflow.plugins.base import Phase, Plugin, State, in_order
+from paraflow.parts import local, part_for
+from paraflow.step import StepAbandoned, StepHooks, StepResult, release_graph
 
 
 class _Steps(nn.Module):
@@ -95,8 +63,9 @@ class Engine:
         plan: The plan.
         trained: The names of the parameters that are trained.
         shapes: The shapes of parameters and buffers by name, as one device holds them.
-        parameters: The parameters that are trained, as the plugins left them.
+        parameters: The parameters that are trained, as the plugins left them; they may be spread over ranks.
         optimizer: The optimizer; there once `prepare_optimizer` has run.
+        update: How the optimizer is applied: a plugin may give it other tensors to hold than the parameters.
         schedule: The learning-rate schedule, or None.
         partition_dims: The mesh dimensions over which ranks hold different parts of the parameters.
         last_norm: The gradient norm of the current step, where a plugin measured it.
@@ -107,9 +76,11 @@ class Engine:
         forwards: Micro-batches whose forward has begun, in training and without gradients: a sign of life.
         keep_outputs: Whether a step's outputs and targets are kept for metrics.
         hooks: What is called while a step runs.
+        say: Prints a line on rank 0, where the run prints.
     """
 
     optimizer: torch.optim.Optimizer
+    update: Update
     batch: Batch
 
     def __init__(self, task: Task, mesh: Mesh, plugins: Sequence[Plugin]) -> None:
@@ -127,6 +98,7 @@ class Engine:
         self.run_micro_batch: Callable[[MicroBatch, Batch], StepOutput] = self._forward_backward
         self.abandons: Callable[[], bool] | None = None
         self.forwards = 0
+        self.say: Callable[[str], None] = lambda line: None
         self._normaliser = Normaliser(mesh)
         self._place_model()
         self._compose()
@@ -153,12 +125,16 @@ class Engine:
         return not self._overriding("run_micro_batches")
 
     def _place_model(self) -> None:
-        self.module.to(self.mesh.device)
         self._before = dict(self.module.named_parameters())
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self.module.state_dict().items()}
+        births = births_of(self.module)
         steps: nn.Module = _Steps(self.task)
         wrapping = [plugin for plugin in self.plugins if plugin.overrides("transform")]
-        for plugin in wrapping:
+        for plugin in [plugin for plugin in wrapping if plugin.phase is Phase.PARTITION]:
+            steps = plugin.transform(steps, self)
+        # Parts first, values then: a model that fits on no device is never whole on one.
+        place(self.module, births, self.mesh.device)
+        for plugin in [plugin for plugin in wrapping if plugin.phase is not Phase.PARTITION]:
             steps = plugin.transform(steps, self)
         self._call: Callable[[str], Callable[[Any], Any]] = (
             (lambda step: partial(steps, step)) if wrapping else (lambda step: getattr(self.task, step))
@@ -180,6 +156,7 @@ class Engine:
         return groups
 
     def _compose(self) -> None:
+        self._calibrations = [plugin.calibrate for plugin in self._overriding("calibrate")]
         self._contexts = self._overriding("micro_batch")
         self._scalings = [plugin.scale_loss for plugin in self._overriding("scale_loss")]
         self._reductions = [plugin.reduce_gradients for plugin in self._overriding("reduce_gradients")]
@@ -207,9 +184,10 @@ class Engine:
         if isinstance(self.task.recipe.optimizer, torch.optim.Optimizer):
             self._follow_replaced(self.task.recipe.optimizer)
         optimizer, self.schedule = self.task.build_optimizer(total_steps)
+        self.update = Update(optimizer, dict(self.module.named_parameters()))
         for plugin in self._overriding("wrap_optimizer"):
             optimizer = plugin.wrap_optimizer(optimizer, self)
-        self.optimizer = optimizer
+        self.optimizer = self.update.optimizer = optimizer
         self.lr = optimizer.param_groups[0]["lr"]
 
     def _follow_replaced(self, optimizer: torch.optim.Optimizer) -> None:
@@ -231,6 +209,8 @@ class Engine:
             parameter.grad = None
         self.batch = batch
         self.last_norm = None
+        while self._calibrations:
+            self._calibrations.pop(0)(self, batch)
         self._normaliser.begin(batch)
         outputs = self._run(batch)
         for reduce in self._reductions:
@@ -313,8 +293,8 @@ class Engine:
         return self._call("predict_step")(micro.data)
 
     def gradients(self) -> list[torch.Tensor]:
-        """Returns the gradients there are, in the order of the parameters."""
-        return [p.grad for p in self.parameters if p.grad is not None]
+        """Returns the gradients there are, in the order of the parameters: this rank's part of each."""
+        return [local(p.grad) for p in self.parameters if p.grad is not None]
 
     def gradient_norm(self) -> torch.Tensor:
         """Returns the norm of the whole gradient, over every parameter and every rank that holds a part: 0-dim."""
@@ -322,7 +302,7 @@ class Engine:
             return torch.nn.utils.get_total_norm(self.gradients())
         squares = torch.zeros((), device=self.mesh.device)
         for dims, parameters in self._groups.items():
-            gradients = [p.grad for p in parameters if p.grad is not None]
+            gradients = [local(p.grad) for p in parameters if p.grad is not None]
             square = torch.nn.utils.get_total_norm(gradients).float() ** 2 if gradients else torch.zeros_like(squares)
             squares = squares + self.mesh.all_reduce(square, dims)
         return squares.sqrt()
@@ -331,7 +311,7 @@ class Engine:
         for listener in self.hooks.before_optimizer_step:
             listener()
         self.lr = _number(self.optimizer.param_groups[0]["lr"])
-        self.optimizer.step()
+        self.update()
         if self.schedule is not None:
             self.schedule.step()
         for listener in self.hooks.after_optimizer_step:
@@ -339,25 +319,42 @@ class Engine:
         return True
 
     def state_dict(self) -> State:
-        """Returns parameters, optimizer, schedule and the plugins' own, as one device would hold them."""
+        """Returns parameters, optimizer, schedule and the plugins' own, as one device would hold them.
+
+        What a plan has spread over ranks is there as such tensors (`paraflow.parts`): nothing is gathered for it.
+        """
         state: State = {"model": dict(self.module.state_dict()), "plugins": {}}
         if hasattr(self, "optimizer"):
-            state["optimizer"] = optimizer_state(self.optimizer, self.module)
+            state["optimizer"] = optimizer_state(self.update)
             state["schedule"] = None if self.schedule is None else self.schedule.state_dict()
+        return self._as_one_device(state)
+
+    def model_state(self) -> State:
+        """Returns the model's part of the state alone: tensors by name."""
+        model: State = self._as_one_device({"model": dict(self.module.state_dict()), "plugins": {}})["model"]
+        return model
+
+    def _as_one_device(self, state: State) -> State:
         for plugin in reversed(self._overriding("state_dict")):
             state = plugin.state_dict(state, self)
         return state
 
     def load_state_dict(self, state: State) -> None:
-        """Takes up a state that any plan may have saved."""
+        """Takes up a state that any plan may have saved; of tensors on disk only this rank's part is read."""
         for plugin in self._overriding("load_state_dict"):
             state = plugin.load_state_dict(state, self)
-        self.module.load_state_dict(state["model"])
+        own = self.module.state_dict(keep_vars=True)
+        self.module.load_state_dict({k: _value_for(v, own.get(k)) for k, v in state["model"].items()})
         if hasattr(self, "optimizer") and "optimizer" in state:
-            load_optimizer_state(self.optimizer, self.module, state["optimizer"])
+            load_optimizer_state(self.update, state["optimizer"])
             if self.schedule is not None and state["schedule"] is not None:
                 self.schedule.load_state_dict(state["schedule"])
             self.lr = self.optimizer.param_groups[0]["lr"]
+
+
+def _value_for(value: Any, own: Any) -> Any:
+    """What a module is given of a value: for a tensor this rank's part of it."""
+    return part_for(value, own.detach()) if isinstance(own, torch.Tensor) else value
 
 
 def _number(lr: Any) -> Any:
@@ -368,12 +365,3 @@ def _number(lr: Any) -> Any:
 def trained_parts(module: nn.Module) -> tuple[str, ...]:
     """Returns the names of a module's trainable parameters."""
     return tuple(name for name, parameter in module.named_parameters() if parameter.requires_grad)
-
-
-def release_graph(output: StepOutput, *, keep_output: bool = True) -> None:
-    """Detaches what a step gave from its graph, which would otherwise live until the next step."""
-    output.loss = output.loss.detach()
-    if not keep_output:
-        output.output = output.target = None
-    elif output.output is not None:
-        output.output = map_tensors(torch.Tensor.detach, output.output)

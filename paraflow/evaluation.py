@@ -10,11 +10,12 @@ import torch
 
 from paraflow.data.batch import Batch, children, map_tensors
 from paraflow.data.order import preserved_random_state
-from paraflow.engine import Engine, release_graph
+from paraflow.engine import Engine
 from paraflow.errors import ModelError
 from paraflow.mesh import Mesh
 from paraflow.meters import MeanMeter
 from paraflow.models.metrics import MetricSet
+from paraflow.step import release_graph
 
 
 @contextmanager

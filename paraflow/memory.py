@@ -17,10 +17,11 @@ import torch
 
 from paraflow.buffers import Buffers
 from paraflow.data.batch import Batch, MicroBatch, count_rows, map_tensors, take_rows
-from paraflow.engine import Engine, StepAbandoned, StepResult
+from paraflow.engine import Engine
 from paraflow.errors import ParaflowError
 from paraflow.loss import StepOutput
 from paraflow.profiler.attempt import is_out_of_memory
+from paraflow.step import StepAbandoned, StepResult
 
 if TYPE_CHECKING:
     from paraflow.run import Run

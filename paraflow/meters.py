@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from paraflow.engine import StepResult
 from paraflow.errors import ModelError
 from paraflow.loss import StepOutput
 from paraflow.mesh import Mesh
 from paraflow.normaliser import weighted_sums
+from paraflow.step import StepResult
 
 _KEEP = 1024
 

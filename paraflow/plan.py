@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paraflow.errors import PlanError
+from paraflow.plan_memory import require_memory_fields
 
 Precision = Literal["fp32", "bf16", "fp16"]
 OptimizerImplementation = Literal["default", "fused", "foreach", "for-loop"]
@@ -27,6 +28,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": ("fp32", "bf16", "fp16"),
     "comm_hook": (None, "fp16", "bf16"),
     "optimizer_implementation": ("default", "fused", "foreach", "for-loop"),
+    "zero": (1, 2, 3),
 }
 
 
@@ -44,9 +46,15 @@ class Plan:
         accumulate: Micro-batches a rank runs, one after another, for one optimizer step.
         precision: What matrix products are computed in; parameters and optimizer state stay fp32.
         comm_hook: What gradients are communicated in, or None for their own dtype.
-        activation_checkpointing: What is recomputed in backward instead of kept.
-        cpu_offload: What lives on the host instead of the device.
-        apply_groups: Groups in which the optimizer is applied.
+        zero: What ``fsdp`` shards: 1 the optimizer's state, 2 gradients too, 3 parameters too.
+        activation_checkpointing: What is recomputed in backward instead of kept: ``"full"`` (repeated blocks),
+            ``"selective"`` (what is cheap in them), ``"offload"`` (nothing; it waits on the host), ``"auto"`` (what
+            meets the memory budget in the least time), or patterns of module names.
+        memory_budget: Bytes that one rank may use, such as ``"6GiB"``; None is what its device has.
+        cpu_offload: What lives on the host instead of the device, and is applied there: ``"optimizer"`` (its state and
+            master weights), ``"params"`` (weights too), a fraction of the bytes, or patterns of module names.
+        apply_groups: Groups in which the optimizer is applied, one after another; ``"backward"`` applies each parameter
+            as soon as it has its gradient.
         compile: Whether the model goes through `torch.compile`.
         clip_norm: Bound on the global gradient norm; ``inf`` measures and never clips.
         optimizer_implementation: Which of torch's implementations of the optimizer is used.
@@ -70,16 +78,18 @@ class Plan:
     accumulate: int = 1
     precision: Precision = "fp32"
     comm_hook: Literal["fp16", "bf16"] | None = None
+    zero: Literal[1, 2, 3] = 3
     activation_checkpointing: str | tuple[str, ...] | None = None
+    memory_budget: str | int | None = None
     cpu_offload: str | float | tuple[str, ...] | None = None
-    apply_groups: int = 1
+    apply_groups: int | Literal["backward"] = 1
     compile: bool = False
     clip_norm: float | None = None
     optimizer_implementation: OptimizerImplementation = "default"
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in (*DEGREES, "ep", "accumulate", "apply_groups"):
+        for name in (*DEGREES, "ep", "accumulate"):
             _require_positive_int(name, getattr(self, name))
         for name, choices in _CHOICES.items():
             _require_choice(name, getattr(self, name), choices)
@@ -90,12 +100,18 @@ class Plan:
                 f"clip_norm must be a number above 0, or None for no clipping, not {self.clip_norm!r}. "
                 "To measure the norm and never clip, write clip_norm=float('inf')."
             )
+        require_memory_fields(self)
         _require_options(self.options)
 
     @property
     def world_size(self) -> int:
         """The number of ranks the plan needs: the product of its degrees."""
         return math.prod(getattr(self, name) for name in DEGREES)
+
+    @property
+    def offloads_parameters(self) -> bool:
+        """Whether some of the parameters live on the host, not only the optimizer's state."""
+        return self.cpu_offload not in (None, "optimizer")
 
     @property
     def data_ranks(self) -> int:

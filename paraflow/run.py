@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from paraflow.data import Batch, Division, Feed, Reader, Source
-from paraflow.engine import Engine, StepResult
+from paraflow.engine import Engine
 from paraflow.interval import Interval
 from paraflow.meters import MeanMeter
 from paraflow.models.losses import gives_probabilities
 from paraflow.models.metrics import MetricSet
+from paraflow.step import StepResult
 from paraflow.trigger import Trigger
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from paraflow.buffers import Buffers
 from paraflow.checkpoint.random import random_state, restore_random_state
-from paraflow.engine import Engine, StepHooks
+from paraflow.engine import Engine
+from paraflow.step import StepHooks
 
 if TYPE_CHECKING:
     from paraflow.trainer import Trainer

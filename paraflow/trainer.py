@@ -35,7 +35,7 @@ from paraflow.callbacks.dispatch import Dispatcher
 from paraflow.checkpoint.run import save_now
 from paraflow.data import Batch, Feed, Source, as_source, as_validation_source
 from paraflow.dry_run import dry_run
-from paraflow.engine import Engine, StepResult
+from paraflow.engine import Engine
 from paraflow.errors import ParaflowError
 from paraflow.fitting import build_engine, fit_micro_batches, require_batch, require_same
 from paraflow.history import History
@@ -57,6 +57,7 @@ from paraflow.run import feed_of, make_run, metrics_of
 from paraflow.settings import Settings
 from paraflow.state import interrupted, restore, state_of
 from paraflow.state import resume as resume_run
+from paraflow.step import StepResult
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,15 +69,13 @@ class Trainer:
     Args:
         max_epochs: Epochs to train; 1 where neither this nor `max_steps` is given.
         max_steps: Optimizer steps to train; the first of the two to come ends the run.
-        dp, fsdp, tp, pp, ep, cp: Degrees of data, sharded data, tensor, pipeline, expert and context parallelism; dp
-            fills the world where it is left out. See `paraflow.Plan` for these and what follows.
+        dp, fsdp, tp, pp, ep, cp: Degrees of parallelism; dp fills the world where it is left out. `paraflow.Plan` has
+            more on these and what follows.
         accumulate: Micro-batches for one optimizer step.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
         comm_hook: ``"bf16"`` or ``"fp16"``: what gradients are communicated in.
-        activation_checkpointing, cpu_offload: What is recomputed in backward, and what lives on the host.
-        apply_groups: Groups in which the optimizer is applied.
-        compile: Whether the model goes through torch.compile.
-        clip_norm: Bound on the global gradient norm.
+        zero, activation_checkpointing, memory_budget, cpu_offload, apply_groups: What saves memory.
+        compile, clip_norm: Whether torch.compile is used; a bound on the global gradient norm.
         optimizer_implementation: ``"fused"``, ``"foreach"``, ``"for-loop"`` or ``"default"``.
         auto: ``"O1"`` fills what was left out, and says why.
         plugins: Strategies in detail, the package's or your own.
@@ -122,9 +121,11 @@ class Trainer:
         accumulate: int | None = None,
         precision: str | None = None,
         comm_hook: str | None = None,
+        zero: int | None = None,
         activation_checkpointing: str | Sequence[str] | None = None,
+        memory_budget: str | int | None = None,
         cpu_offload: str | float | Sequence[str] | None = None,
-        apply_groups: int | None = None,
+        apply_groups: int | str | None = None,
         compile: bool | None = None,
         clip_norm: float | None = None,
         optimizer_implementation: str | None = None,
@@ -262,7 +263,7 @@ class Trainer:
     def _begin_run(self, source: Source, val_source: Source | None) -> None:
         self.steps_per_epoch, self.total_steps = source.length, self.limits.total_steps(source.length)
         self.engine.prepare_optimizer(self.total_steps)
-        self.engine.hooks = self.dispatcher.step_hooks()
+        self.engine.hooks, self.engine.say = self.dispatcher.step_hooks(), self._print
         self.run = make_run(self.engine, source, val_source, self.seed, self._settings.val_every)
         self.engine.keep_outputs = bool(self.run.metrics)
         seeding.seed(self.seed + self.mesh.data_rank)

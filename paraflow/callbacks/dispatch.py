@@ -9,8 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paraflow.callbacks.base import HOOKS, Callback
-from paraflow.engine import StepHooks
 from paraflow.interval import Interval
+from paraflow.step import StepHooks
 from paraflow.trigger import Agree, Trigger
 
 if TYPE_CHECKING:

@@ -74,8 +74,14 @@ class Plugin:
         return module
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, engine: Engine) -> torch.optim.Optimizer:
-        """Changes or wraps the optimizer, which holds the parameters as the transforms left them."""
+        """Changes or wraps the optimizer, which holds the parameters as the transforms left them.
+
+        ``engine.update`` says how it is applied; it can be given other tensors to hold.
+        """
         return optimizer
+
+    def calibrate(self, engine: Engine, batch: Batch) -> None:
+        """Looks at the first batch before it is trained on: for what depends on the sizes of the data."""
 
     def micro_batch(self, index: int, count: int) -> AbstractContextManager[Any]:
         """Returns the context of forward and backward of micro-batch ``index`` of ``count``."""
@@ -115,13 +121,17 @@ class Plugin:
         """Returns the state as one device would hold it: full parameters under the module's own names.
 
         Args:
-            state: ``model`` (by name), ``optimizer``, ``schedule``, and ``plugins`` for what plugins add, by name.
+            state: ``model`` (by name), ``optimizer``, ``schedule``, and ``plugins`` for what plugins add, by name. A
+                sharded tensor (torch's DTensor) stands for the whole.
             engine: The engine.
         """
         return state
 
     def load_state_dict(self, state: State, engine: Engine) -> State:
-        """The reverse: returns this rank's part of a state that one device would hold, and takes the plugin's own."""
+        """The reverse: returns this rank's part of a state that one device would hold, and takes the plugin's own.
+
+        Tensors that come from a checkpoint may still be on disk: ``value[slices]`` reads a part, ``value[...]`` all.
+        """
         return state
 
     def describe(self) -> str:

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from paraflow.data import Batch
-from paraflow.engine import Engine, release_graph
+from paraflow.engine import Engine
 from paraflow.loss import StepOutput, read_step
 from paraflow.plugins import Phase, Plugin
+from paraflow.step import release_graph
 
 
 class ToyPipeline(Plugin):
