@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: demo test test-slow lint examples bench clean install
+.PHONY: demo test test-slow matrix lint examples bench clean install
 
 install: .venv/.installed
 
@@ -15,13 +15,17 @@ demo: install
 	$(BIN)/paraflow launch -n 2 examples/digits.py
 
 # Ranks share the cores, so each has one thread.
-test test-slow: export OMP_NUM_THREADS = 1
+test test-slow matrix: export OMP_NUM_THREADS = 1
 
 test: install
-	$(BIN)/python -m pytest -m "not slow and not root"
+	$(BIN)/python -m pytest -m "not slow and not root and not matrix"
 
 test-slow: install
 	$(BIN)/python -m pytest -m "slow or root"
+
+# Every plan with every feature, as docs/compatibility.md has them.
+matrix: install
+	$(BIN)/python -m pytest tests/matrix -m "matrix and not slow"
 
 lint: install
 	$(BIN)/ruff check paraflow tests examples benchmarks

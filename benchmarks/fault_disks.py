@@ -20,9 +20,9 @@ import torch
 from fault_jobs import LARGE, Bench, Job, Row, two_at_a_time
 
 from paraflow import CheckpointError
-from paraflow.checkpoint.format import read, verify
+from paraflow.checkpoint.reading import read, verify
 
-FILES = ("tensors.safetensors", "state.json", "checksums.json")
+FILES = ("tensors-00000.safetensors", "state.json", "checksums.json")
 _KILLED_AT = 30  # of 4-step intervals: steps 24 and 28 are on the disk
 _DISK = 28  # MB: one large checkpoint fits, and half of another
 

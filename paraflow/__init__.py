@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paraflow import callbacks, checkpoint, data, loggers, models, plugins, rules
     from paraflow.callbacks import Callback
+    from paraflow.deferred import deferred_init
     from paraflow.errors import CheckpointError, DataError, LaunchError, ModelError, ParaflowError, PlanError
     from paraflow.history import History
     from paraflow.launch import is_main, rank, spawn, world_size
@@ -37,6 +38,7 @@ __all__ = [
     "checkpoint",
     "configure",
     "data",
+    "deferred_init",
     "is_main",
     "loggers",
     "models",
@@ -61,6 +63,7 @@ _HOMES = {
     "PlanError": "errors",
     "Trainer": "trainer",
     "configure": "models",
+    "deferred_init": "deferred",
     "is_main": "launch",
     "rank": "launch",
     "seed": "seeding",

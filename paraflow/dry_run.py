@@ -16,8 +16,10 @@ import torch
 
 from paraflow.callbacks.base import Callback
 from paraflow.callbacks.checkpoint import Checkpoint
+from paraflow.checkpoint.folders import DRY_RUN
 from paraflow.checkpoint.image import Image, take_apart
-from paraflow.checkpoint.run import DRY_RUN, save_now
+from paraflow.checkpoint.run import save_now
+from paraflow.checkpoint.stored import Stored
 from paraflow.checkpoint.tensors import size_of
 from paraflow.errors import CheckpointError
 from paraflow.history import History
@@ -106,18 +108,37 @@ def _save_and_restore(trainer: Trainer) -> int:
                 with contextlib.suppress(OSError):  # somebody else may have put something in it
                     home.rmdir()
     saved, restored = take_apart(before), take_apart(state_of(trainer))
-    # Rank 0's state is what was saved; others may have statistics of batch normalisation of their own.
-    what = trainer.mesh.gather_texts(_difference(saved, restored))[0]
+    mesh, rank = trainer.mesh, trainer.mesh.rank
+    said = [
+        text.split(" ", 1)
+        for text in mesh.gather_texts(f"{size_of(saved.owned(rank))} {_difference(saved, restored, rank)}")
+    ]
+    what = next((what for _, what in said if what), "")
     if what:
         raise CheckpointError(f"What was restored is not what was saved: {what} differs. Look at load_state_dict.")
-    return size_of(saved.tensors)
+    return sum(int(size) for size, _ in said)
 
 
-def _difference(saved: Image, restored: Image) -> str:
-    """Names what differs between two images, or returns nothing."""
-    differing = [name for name, tensor in saved.tensors.items() if not _same(tensor, restored.tensors.get(name))]
-    alike = json.dumps(saved.plain) == json.dumps(restored.plain)  # as text, for NaN is not equal to itself
+def _difference(saved: Image, restored: Image, rank: int) -> str:
+    """Names what differs between two images in what a rank has saved, or returns nothing.
+
+    What others have beside it may be their own, such as statistics of batch normalisation.
+    """
+    owned = saved.owned(rank)
+    differing = [name for name, tensor in owned.items() if not _same(tensor, _held(name, restored, saved))]
+    alike = rank > 0 or json.dumps(saved.plain) == json.dumps(restored.plain)  # as text: NaN is not equal to itself
     return ", ".join(differing[:5]) or ("" if alike else "what is no tensor")
+
+
+def _held(name: str, restored: Image, saved: Image) -> Any:
+    """What was restored of what a rank has saved; where it is still on disk, the same part of it is read."""
+    tensor, place = restored.tensors.get(name), saved.places.get(name)
+    if not isinstance(tensor, Stored):
+        return tensor
+    if place is None:
+        return tensor[...]
+    sizes = saved.tensors[name].shape
+    return tensor[tuple(slice(start, start + size) for start, size in zip(place.offset, sizes, strict=True))]
 
 
 def _folder(trainer: Trainer) -> tuple[Path, list[Path]]:

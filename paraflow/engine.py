@@ -12,7 +12,7 @@ strategy by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paraflow.births import births_of, place
+from paraflow.births import births_of
 from paraflow.data.batch import Batch, MicroBatch
 from paraflow.errors import ModelError
 from paraflow.loss import StepOutput, read_step, require_no_gradient_of_nothing
@@ -29,9 +29,10 @@ from paraflow.models.task import Task
 from paraflow.normaliser import Normaliser
 from paraflow.optim.state import load_optimizer_state, optimizer_state
 from paraflow.optim.update import Update
+from paraflow.parts import is_spread, local, part_for
+from paraflow.placing import place
 from paraflow.plan import Plan
 from paraflow.plugins.base import Phase, Plugin, State, in_order
-from paraflow.parts import local, part_for
 from paraflow.step import StepAbandoned, StepHooks, StepResult, release_graph
 
 
@@ -127,6 +128,11 @@ class Engine:
     def _place_model(self) -> None:
         self._before = dict(self.module.named_parameters())
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self.module.state_dict().items()}
+        if not self._overriding("partitioned_over") and any(is_spread(p) for p in self.module.parameters()):
+            raise ModelError(
+                f"{type(self.module).__name__} has been spread over ranks by an earlier Trainer, and this plan "
+                f"({self.plan}) takes it whole. Use the same plan, or make the model anew and load its state."
+            )
         births = births_of(self.module)
         steps: nn.Module = _Steps(self.task)
         wrapping = [plugin for plugin in self.plugins if plugin.overrides("transform")]
@@ -215,9 +221,11 @@ class Engine:
         outputs = self._run(batch)
         for reduce in self._reductions:
             reduce(self)
+        if self.plan.precision != "fp16":  # a scaled gradient may overflow, and is then left out
+            require_no_gradient_of_nothing(outputs, self.gradients)
         correction = self._normaliser.correction(outputs, batch)
         if correction is not None:
-            torch._foreach_mul_(self.gradients(), correction)
+            self.scale_gradients(correction)
         if self.abandons is not None and self.abandons():
             raise StepAbandoned
         stepped = self._step()
@@ -254,8 +262,6 @@ class Engine:
         loss.backward()  # type: ignore[no-untyped-call]
         for listener in hooks.after_backward:
             listener()
-        if output.counted and not self._scalings:  # a scaled gradient may overflow, and is then left out
-            require_no_gradient_of_nothing(output, self.gradients)
         release_graph(output, keep_output=self.keep_outputs)
         for listener in hooks.micro_batch_end:
             listener()
@@ -296,6 +302,14 @@ class Engine:
         """Returns the gradients there are, in the order of the parameters: this rank's part of each."""
         return [local(p.grad) for p in self.parameters if p.grad is not None]
 
+    def scale_gradients(self, factor: torch.Tensor) -> None:
+        """Multiplies every gradient by a number, a 0-dim tensor; some may be on the host."""
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for gradient in self.gradients():
+            by_device.setdefault(gradient.device, []).append(gradient)
+        for device, gradients in by_device.items():
+            torch._foreach_mul_(gradients, factor.to(device))
+
     def gradient_norm(self) -> torch.Tensor:
         """Returns the norm of the whole gradient, over every parameter and every rank that holds a part: 0-dim."""
         if not self.partition_dims:
@@ -304,7 +318,7 @@ class Engine:
         for dims, parameters in self._groups.items():
             gradients = [local(p.grad) for p in parameters if p.grad is not None]
             square = torch.nn.utils.get_total_norm(gradients).float() ** 2 if gradients else torch.zeros_like(squares)
-            squares = squares + self.mesh.all_reduce(square, dims)
+            squares = squares + self.mesh.all_reduce(square.to(squares.device), dims)
         return squares.sqrt()
 
     def _apply(self) -> bool:
@@ -341,8 +355,7 @@ class Engine:
 
     def load_state_dict(self, state: State) -> None:
         """Takes up a state that any plan may have saved; of tensors on disk only this rank's part is read."""
-        for plugin in self._overriding("load_state_dict"):
-            state = plugin.load_state_dict(state, self)
+        state = self._as_a_rank(state)
         own = self.module.state_dict(keep_vars=True)
         self.module.load_state_dict({k: _value_for(v, own.get(k)) for k, v in state["model"].items()})
         if hasattr(self, "optimizer") and "optimizer" in state:
@@ -350,6 +363,20 @@ class Engine:
             if self.schedule is not None and state["schedule"] is not None:
                 self.schedule.load_state_dict(state["schedule"])
             self.lr = self.optimizer.param_groups[0]["lr"]
+
+    def load_model_state(self, model: Mapping[str, Any]) -> None:
+        """Takes up some of the model's tensors by name, as any plan may have saved them; the others stay as they are.
+
+        Raises:
+            KeyError: The model has no tensor of a name.
+        """
+        state, own = self._as_a_rank({"model": dict(model), "plugins": {}}), self.module.state_dict(keep_vars=True)
+        self.module.load_state_dict({k: _value_for(v, own[k]) for k, v in state["model"].items()}, strict=False)
+
+    def _as_a_rank(self, state: State) -> State:
+        for plugin in self._overriding("load_state_dict"):
+            state = plugin.load_state_dict(state, self)
+        return state
 
 
 def _value_for(value: Any, own: Any) -> Any:

@@ -93,7 +93,7 @@ def _choose(engine: Engine, source: Source) -> Choice:
     sample = getattr(source, "sample", None)
     if source.batch_size is None or sample is None:
         return Choice("accumulate", 1, "batches come ready-made")
-    if engine.plan.world_size > engine.plan.dp:
+    if engine.partition_dims or engine.plan.world_size > engine.plan.dp:
         return Choice("accumulate", 1, "the model is spread over ranks, so one rank cannot measure it")
     # A copy: a view of the whole data would be counted as kept, whole.
     batch = map_tensors(torch.clone, to_device(sample(_MEASURED_SAMPLES), mesh.device))

@@ -12,7 +12,7 @@ sum over micro-batches and ranks of weight × loss, divided by the sum of the we
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -114,13 +114,20 @@ def _stop_gradient_of_nothing(output: StepOutput) -> None:
         prediction.register_hook(stop)  # type: ignore[no-untyped-call]
 
 
-def require_no_gradient_of_nothing(output: StepOutput, gradients: Callable[[], Sequence[torch.Tensor]]) -> None:
+def require_no_gradient_of_nothing(
+    outputs: Iterable[StepOutput], gradients: Callable[[], Sequence[torch.Tensor]]
+) -> None:
     """Refuses a micro-batch without items whose backward left NaN; looked for on the host, where looking is free.
+
+    Args:
+        outputs: What the step's micro-batches gave.
+        gradients: Returns the step's gradients, all micro-batches and ranks together.
 
     Raises:
         ModelError: There is NaN in the gradients.
     """
-    if output.loss.device.type != "cpu" or float(output.weight) > 0:
+    counted = (output for output in outputs if output.counted and output.loss.device.type == "cpu")
+    if all(float(output.weight) > 0 for output in counted):
         return
     if any(bool(gradient.isnan().any()) for gradient in gradients()):
         raise ModelError(

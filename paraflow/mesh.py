@@ -79,8 +79,8 @@ class Mesh:
         self.world_size = world_size()
         self.data_ranks = plan.data_ranks
         self._devices: DeviceMesh | None = None
-        if self.world_size > 1:
-            _start_process_group(device)
+        if self.world_size > 1 or _shards(plan):
+            _start_process_group(device, self.world_size)
             self._devices = _device_mesh(plan, device)
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
         self.data_rank = self._place(DATA_DEGREES)
@@ -98,9 +98,16 @@ class Mesh:
         return self._place((dim,))
 
     def device_mesh(self, *dims: str) -> DeviceMesh:
-        """Returns torch's device mesh over the given dimensions, which must have more than one rank."""
-        if self._devices is None:
-            raise PlanError(f"There is no device mesh over {dims} in a world of one process.")
+        """Returns torch's device mesh over the given dimensions.
+
+        Each must have more than one rank, but ``fsdp`` may have one where the plan keeps parameters on the host.
+
+        Raises:
+            PlanError: One of them has no mesh.
+        """
+        known = () if self._devices is None else self._devices.mesh_dim_names or ()
+        if self._devices is None or not set(dims) <= set(known):
+            raise PlanError(f"There is no device mesh over {dims} in {self!r}.")
         return self._devices[dims]
 
     def group(self, *dims: str) -> dist.ProcessGroup:
@@ -118,7 +125,7 @@ class Mesh:
 
     def _make_group(self, wide: tuple[str, ...]) -> dist.ProcessGroup:
         assert self._devices is not None
-        if set(wide) == set(self._devices.mesh_dim_names or ()):
+        if all(dim in wide or self.degree(dim) == 1 for dim in DEGREES):
             return dist.distributed_c10d._get_default_group()
         if len(wide) == 1:
             return self._devices.get_group(wide[0])
@@ -265,16 +272,27 @@ def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Te
 def _device_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
-    wide = [dim for dim in DEGREES if getattr(plan, dim) > 1]
+    wide = [dim for dim in DEGREES if getattr(plan, dim) > 1 or (dim == "fsdp" and _shards(plan))]
     return init_device_mesh(device.type, tuple(getattr(plan, dim) for dim in wide), mesh_dim_names=tuple(wide))
 
 
-def _start_process_group(device: torch.device) -> None:
+def _shards(plan: Plan) -> bool:
+    """Whether there are sharded tensors, perhaps over one rank: then even one process has a group and a mesh."""
+    return plan.fsdp > 1 or plan.offloads_parameters
+
+
+def _store_of_one() -> Any:
+    from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not in its __all__
+
+    return HashStore()
+
+
+def _start_process_group(device: torch.device, processes: int) -> None:
     if dist.is_initialized():
         atexit.unregister(wait_for_gloo_threads)
         atexit.register(wait_for_gloo_threads)  # the group is the user's to destroy; its threads can abort too
         return
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {} if processes > 1 else {"store": _store_of_one(), "rank": 0, "world_size": 1}
     if device.type == "cuda":
         options["device_id"] = device
     # Torch's flight recorder tells a rank that waits from one that is waited for (paraflow.watch).

@@ -121,6 +121,7 @@ def facts(plan: Plan, plugins: Sequence[Plugin], device: torch.device, batch_siz
         provided=frozenset(name for plugin in plugins for name in (*plugin.provides, *plugin.fields)),
         runners=tuple(plugin.name for plugin in plugins if plugin.overrides("run_micro_batches")),
         repeated=tuple(sorted({name for name in names if names.count(name) > 1})),
+        plugins=tuple(names),
     )
 
 

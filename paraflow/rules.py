@@ -29,6 +29,7 @@ class Facts:
         provided: The plan's fields that some plugin stands for.
         runners: The plugins that replace how micro-batches are run.
         repeated: The plugin names that were given twice.
+        plugins: The names of the plugins, in order.
     """
 
     plan: Plan
@@ -39,6 +40,7 @@ class Facts:
     provided: frozenset[str] = field(default_factory=frozenset)
     runners: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
+    plugins: tuple[str, ...] = ()
 
     @property
     def unprovided(self) -> list[str]:
@@ -135,6 +137,18 @@ RULES: tuple[Rule, ...] = (
         lambda f: f.plan.precision == "bf16" and not f.bf16,
         "precision='bf16' was asked for, and this {f.device} device does not compute in bf16.",
         "Write precision='fp16' (with loss scaling, which Paraflow does) or 'fp32'.",
+    ),
+    Rule(
+        "zero-without-fsdp",
+        lambda f: f.plan.zero != 3 and f.plan.fsdp == 1 and f.world_size > 1,
+        "zero={f.plan.zero} says what fsdp shards, and fsdp=1 shards nothing.",
+        "Write fsdp={f.world_size} too, or leave zero out.",
+    ),
+    Rule(
+        "budget-without-choice",
+        lambda f: f.plan.memory_budget is not None and f.plan.activation_checkpointing is None,
+        "memory_budget={f.plan.memory_budget!r} is what activations are to fit in, and none of them is given up.",
+        "Write activation_checkpointing='auto' too, or leave memory_budget out.",
     ),
 )
 """Every row that holds whatever the strategies; plugins add theirs."""

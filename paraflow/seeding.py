@@ -8,6 +8,8 @@ import random
 import numpy as np
 import torch
 
+_chosen = 0
+
 
 def seed(value: int) -> None:
     """Seeds torch, numpy and Python, alike on every rank; call it before building a model.
@@ -19,6 +21,18 @@ def seed(value: int) -> None:
         >>> seed(0); a = torch.rand(2); seed(0); bool((a == torch.rand(2)).all())
         True
     """
+    global _chosen
+    _chosen = value
+    reseed(value)
+
+
+def chosen() -> int:
+    """Returns the seed that `seed` was given last, alike on every rank, or 0."""
+    return _chosen
+
+
+def reseed(value: int) -> None:
+    """Seeds torch, numpy and Python for what follows, which may differ by rank."""
     random.seed(value)
     np.random.seed(value % 2**32)
     torch.manual_seed(value)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from paraflow.callbacks.checkpoint import Checkpoint
 from paraflow.checkpoint.random import restore_random_state
@@ -25,6 +29,7 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
     state = {
         **trainer.engine.state_dict(),
         "plan": trainer.plan.to_dict(),
+        "about": _about(trainer.engine.module),
         "counters": {"step": trainer.step, "epoch": trainer.epoch},
         "run": trainer.run.state_dict(),
         "history": trainer.history.state_dict(trainer.epoch),
@@ -36,6 +41,19 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
             "on_checkpoint or on_epoch_end, or let pf.callbacks.Checkpoint do it."
         )
     return state
+
+
+def _about(module: nn.Module) -> dict[str, Any]:
+    """What the model is, for those who read a checkpoint without it: its class, and a transformers model's configs."""
+    about: dict[str, Any] = {"model_class": type(module).__name__}
+    if not hasattr(getattr(module, "config", None), "model_type"):
+        return about
+    for name in ("config", "generation_config"):
+        config: Any = getattr(module, name, None)
+        if hasattr(config, "to_dict"):
+            with contextlib.suppress(TypeError, ValueError):  # a config that is not JSON is left out
+                about[name] = json.loads(json.dumps(config.to_dict()))
+    return about
 
 
 def restore(trainer: Trainer, state: dict[str, Any]) -> None:
@@ -100,16 +118,18 @@ def resume(trainer: Trainer, path: str | Path) -> list[str]:
 
 
 def _take_up(trainer: Trainer, folder: Path, state: dict[str, Any]) -> list[str]:
-    failure, cause = "", None
+    failure, cause, own = "", None, None
     try:
         restore(trainer, state)
         restore_random_state(state["random"], trainer.mesh)
-    except ParaflowError:  # some are ValueErrors too, and say it better
-        raise
+    except ParaflowError as error:  # some are ValueErrors too, and say it better
+        failure, own = str(error), error
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
         failure, cause = f"{type(error).__name__}: {error}", error
-    # What is a rank's own, such as its random state, may fail on that rank alone.
+    # What is a rank's own, such as its random state or its part of a tensor, may fail on that rank alone.
     failures = [text for text in trainer.mesh.gather_texts(failure) if text]
+    if own is not None:
+        raise own
     if failures:
         raise CheckpointError(
             f"The checkpoint {str(folder)!r} does not hold what a run needs: {failures[0]}. Resume with the model, "

@@ -266,7 +266,7 @@ class Trainer:
         self.engine.hooks, self.engine.say = self.dispatcher.step_hooks(), self._print
         self.run = make_run(self.engine, source, val_source, self.seed, self._settings.val_every)
         self.engine.keep_outputs = bool(self.run.metrics)
-        seeding.seed(self.seed + self.mesh.data_rank)
+        seeding.reseed(self.seed + self.mesh.data_rank)
 
     def _train(self) -> None:
         if not self.engine.module.training:  # parts that were set to evaluation by themselves stay so

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from paraflow.checkpoint.format import read
-from paraflow.checkpoint.run import find
+from paraflow.checkpoint.folders import find
+from paraflow.checkpoint.reading import take, verify
+from paraflow.checkpoint.run import give
 from paraflow.errors import CheckpointError, ParaflowError
+from paraflow.parts import local
 
 if TYPE_CHECKING:
     from paraflow.engine import Engine
@@ -88,8 +90,8 @@ class Averages:
     @torch.no_grad()
     def follow(self) -> None:
         """Makes the averages equal to the weights."""
-        for average, weight in zip(self.tensors, self.weights, strict=True):  # DTensor has no _foreach_copy_
-            average.copy_(weight)
+        for average, weight in zip(self.tensors, self.weights, strict=True):
+            local(average).copy_(local(weight))
 
     @torch.no_grad()
     def update(self, share: float) -> None:
@@ -97,7 +99,9 @@ class Averages:
         if share == 1:  # lerp to the end would round
             self.follow()
         else:
-            torch._foreach_lerp_(self.tensors, self.weights, share)
+            # Parts by themselves, for a list must not mix those that are spread over ranks with those that are not.
+            averages, weights = ([local(tensor) for tensor in tensors] for tensors in (self.tensors, self.weights))
+            torch._foreach_lerp_(averages, weights, share)
         self.count += 1
 
     @torch.no_grad()
@@ -127,7 +131,7 @@ class Averages:
             self.swap_out()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the count, and copies of the averages by full name, as one device would hold them: a collective.
+        """Returns the count, and copies of the averages by full name, spread over ranks as the weights are.
 
         Raises:
             ParaflowError: The averages are in the model, so that a checkpoint would have them for the raw weights.
@@ -137,10 +141,10 @@ class Averages:
         if self.swapped:
             raise ParaflowError(
                 "The averaged weights are in the model, and a checkpoint holds the raw ones: save before they are put "
-                "there. For the averaged weights alone write torch.save(trainer.engine.state_dict()['model'], path)."
+                "there. For the averaged weights alone write trainer.engine.model_state() to a file of yours."
             )
         with self.in_model():
-            model = self._engine.state_dict()["model"]
+            model = self._engine.model_state()
             averaged = {id(weight) for weight in self.weights}
             names = [name for name, tensor in _saved(self._engine.module) if id(tensor) in averaged]
             # Copies, for without a sharding plan these are the parameters themselves, which get the raw weights back.
@@ -148,7 +152,7 @@ class Averages:
         return {"count": self.count, "averages": averages}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up averages that any plan may have saved, now or when the run begins: a collective.
+        """Takes up averages that any plan may have saved, now or when the run begins; they may still be on disk.
 
         The weights are afterwards what they were, to the bit.
         """
@@ -156,10 +160,9 @@ class Averages:
             self._loaded = state
             return
         with torch.no_grad():
-            raw = [(tensor, tensor.detach().clone()) for _, tensor in _saved(self.engine.module)]
+            raw = [(weight, weight.detach().clone()) for weight in self.weights]
             # By way of the engine, since only its plugins know what this rank's part of a tensor is.
-            whole = self.engine.state_dict()
-            self.engine.load_state_dict({**whole, "model": {**whole["model"], **state["averages"]}})
+            self.engine.load_model_state(state["averages"])
             self.follow()
             for tensor, value in raw:
                 tensor.copy_(value)
@@ -179,11 +182,12 @@ def load_averages(module: nn.Module, path: str | Path, callback: str, *, best: b
         CheckpointError: There is no checkpoint, or no averages in it.
     """
     folder = find(path, best=best)
-    state = read(folder)
+    verify(folder)
+    state = take(folder)
     averages = state["callbacks"].get(f"{callback}-1", {}).get("averages")
     if not averages:
         raise CheckpointError(f"The checkpoint {str(folder)!r} has no averages: it was saved without {callback}.")
-    module.load_state_dict({**state["model"], **averages})
+    give(module, {**state["model"], **averages})
 
 
 def _saved(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

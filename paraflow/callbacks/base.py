@@ -21,6 +21,8 @@ class Callback:
     Attributes:
         every: How often `on_step_end` is called: steps, or an interval such as ``"30s"``. Numbers are brought together
             from all ranks only for the steps at which some callback listens.
+        loads_from_disk: Whether `load_state_dict` takes tensors that are still on disk: ``value[slices]`` reads a part,
+            ``value[...]`` all. Otherwise each rank is given whole tensors.
 
     Example:
         >>> class PrintLoss(Callback):
@@ -30,6 +32,7 @@ class Callback:
     """
 
     every: Interval | str | int = 1
+    loads_from_disk: bool = False
 
     def on_train_begin(self, trainer: Trainer, logs: Logs) -> None:
         """Before the first step, once model, data and plan are ready and state is restored."""

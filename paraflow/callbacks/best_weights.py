@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paraflow.callbacks.ema import EMA
 from paraflow.callbacks.weight_averaging import StochasticWeightAveraging
+from paraflow.checkpoint.stored import Stored
 from paraflow.errors import ParaflowError
+from paraflow.parts import as_part, is_spread, local, part_for
 
 if TYPE_CHECKING:
     import torch
@@ -22,14 +24,27 @@ def average_of(trainer: Trainer, monitored: str) -> EMA | None:
 
 
 def measured_weights(trainer: Trainer, monitored: str) -> dict[str, torch.Tensor]:
-    """Returns copies on the host of the weights that a metric was measured with: the whole, so a collective.
+    """Returns copies on the host of the weights that a metric was measured with, spread over ranks as they are.
 
     They are an EMA's averages where validation is of these.
     """
     average = average_of(trainer, monitored)
     with nullcontext() if average is None else average.averaged():
-        weights = trainer.engine.state_dict()["model"]
-        return {name: value.detach().to("cpu", copy=True) for name, value in weights.items()}
+        return {name: _on_host(value.detach()) for name, value in trainer.engine.model_state().items()}
+
+
+def read_weights(trainer: Trainer, weights: dict[str, Any]) -> dict[str, Any]:
+    """Returns copies on the host of weights that a checkpoint holds: of those on disk what this rank has of each."""
+    own = trainer.engine.model_state()
+    return {
+        name: _on_host(part_for(value, own[name].detach())) if isinstance(value, Stored) and name in own else value
+        for name, value in weights.items()
+    }
+
+
+def _on_host(weight: torch.Tensor) -> torch.Tensor:
+    copied = local(weight).to("cpu", copy=True)
+    return as_part(copied, weight) if is_spread(weight) else copied
 
 
 def require_one_at_the_end(trainer: Trainer) -> None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from paraflow.callbacks.base import Callback
 from paraflow.callbacks.monitor import Mode, Monitor
 from paraflow.callbacks.retention import Retention
-from paraflow.checkpoint.run import PREFIX, prepare, save, settle
-from paraflow.checkpoint.writer import Writer, size_of_state
+from paraflow.checkpoint.folders import PREFIX, prepare
+from paraflow.checkpoint.run import save, settle
+from paraflow.checkpoint.writer import Writer, size_of_part
 from paraflow.errors import CheckpointError
 from paraflow.interval import Interval
 from paraflow.trigger import Trigger
@@ -101,8 +102,8 @@ class Checkpoint(Callback):
         due = self._trigger.at_step(trainer.step)
         due = due or (trainer.epoch_complete and self._trigger.at_epoch(trainer.epoch))
         if not due and not trainer.finishing:
-            if self._writer.background and trainer.is_main:
-                self._writer.reserve(lambda: size_of_state(trainer.engine.module, trainer.engine.optimizer))
+            if self._writer.background:
+                self._writer.reserve(lambda: size_of_part(trainer.engine))
             return
         self._settle(trainer)
         self._retention.add(trainer.step, None if self.monitor is None else self.monitor.value(trainer))
@@ -138,8 +139,8 @@ class Checkpoint(Callback):
         return self.folder / f"{PREFIX}{step:08d}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the steps that were saved, what was measured at them, and the best of them."""
-        return self._retention.state_dict()
+        """Returns the steps that were saved, what was measured of which metric at them, and the best of them."""
+        return {**self._retention.state_dict(), "monitor": None if self.monitor is None else self.monitor.name}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes them up."""

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paraflow.callbacks.base import HOOKS, Callback
+from paraflow.checkpoint.stored import in_memory
 from paraflow.interval import Interval
 from paraflow.step import StepHooks
 from paraflow.trigger import Agree, Trigger
@@ -107,7 +108,7 @@ class Dispatcher:
         """Gives each callback its state; one that is new to the run begins without."""
         for key, callback in self._keyed():
             if key in state:
-                callback.load_state_dict(state[key])
+                callback.load_state_dict(state[key] if callback.loads_from_disk else in_memory(state[key]))
 
     def _keyed(self) -> list[tuple[str, Callback]]:
         seen: dict[str, int] = {}

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from paraflow.callbacks.base import Callback
-from paraflow.callbacks.best_weights import average_of, measured_weights, require_one_at_the_end
+from paraflow.callbacks.best_weights import average_of, measured_weights, read_weights, require_one_at_the_end
 from paraflow.callbacks.monitor import Mode, Monitor
 from paraflow.callbacks.trial import say
 
@@ -41,6 +41,8 @@ class EarlyStopping(Callback):
     Raises:
         ValueError: An argument is not of its kind.
     """
+
+    loads_from_disk = True
 
     def __init__(
         self,
@@ -78,6 +80,7 @@ class EarlyStopping(Callback):
         self.monitor.require_data(trainer, "EarlyStopping")
         if self.restore_best:
             require_one_at_the_end(trainer)
+            self._weights = read_weights(trainer, self._weights)
         self._fitting, self._looked_at, self._last = True, trainer.step, math.nan
         self.stopped_step = self.stopped_step if self._reason() else None
         if self.stopped_step is not None:
@@ -135,7 +138,7 @@ class EarlyStopping(Callback):
         weights, step = (measured_weights(trainer, name), trainer.step) if last else (self._weights, self.best_step)
         if step == trainer.step and average_of(trainer, name) is None:
             return []  # they are there
-        trainer.engine.load_state_dict({**trainer.engine.state_dict(), "model": weights})
+        trainer.engine.load_model_state(weights)
         return [f"the weights of step {step} are back"]
 
     def state_dict(self) -> dict[str, Any]:

@@ -52,6 +52,8 @@ class EMA(Callback):
         (0.1, 0.91, 0.999)
     """
 
+    loads_from_disk = True
+
     def __init__(
         self,
         decay: float = 0.999,

@@ -10,7 +10,7 @@ import torch
 
 from paraflow.callbacks.base import Callback
 from paraflow.callbacks.nonfinite import in_backward, in_forward, in_parameters
-from paraflow.errors import ParaflowError
+from paraflow.errors import ParaflowError, PlanError
 from paraflow.interval import Interval
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class NaNGuard(Callback):
 
     Raises:
         ValueError: An argument is not of its kind.
+        PlanError: The plan updates parameters in backward (``apply_groups="backward"``).
     """
 
     def __init__(self, every: int | str = 1, action: Literal["raise", "stop"] = "raise") -> None:
@@ -51,6 +52,20 @@ class NaNGuard(Callback):
         self.action = action
         # The event of a step's end is where ranks agree to stop; it costs an exchange, and raising needs none.
         self.every = every if action == "stop" else _NEVER
+
+    def on_train_begin(self, trainer: Trainer, logs: dict[str, Any]) -> None:
+        """Refuses a plan under which there is nothing left to look at before the optimizer steps.
+
+        Raises:
+            PlanError: Parameters are updated in backward.
+        """
+        if trainer.engine.plan.apply_groups == "backward":
+            raise PlanError(
+                "[backward-apply-nan-guard] NaNGuard looks at all gradients before the optimizer steps, and "
+                "apply_groups='backward' has updated parameters with them by then. Write apply_groups=8, or leave "
+                "NaNGuard out.",
+                rule="backward-apply-nan-guard",
+            )
 
     def on_before_optimizer_step(self, trainer: Trainer, logs: dict[str, Any]) -> None:
         """Looks at the norm."""

@@ -44,6 +44,8 @@ class StochasticWeightAveraging(Callback):
         ValueError: An argument is not of its kind.
     """
 
+    loads_from_disk = True
+
     def __init__(
         self,
         start: float = 0.75,

@@ -2,46 +2,70 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from paraflow.checkpoint.format import is_checkpoint, read, recover, take, verify, written_at
-from paraflow.checkpoint.image import take_apart
+from paraflow.births import give_weights
+from paraflow.checkpoint.folders import find, last_first
+from paraflow.checkpoint.image import Image, take_apart
+from paraflow.checkpoint.pretrained import has_weights, open_weights
 from paraflow.checkpoint.random import random_state
+from paraflow.checkpoint.ranks import Ranks, new_identity
+from paraflow.checkpoint.reading import identity_of, take, verify
+from paraflow.checkpoint.stored import Stored
+from paraflow.checkpoint.tensors import size_of
 from paraflow.checkpoint.writer import Writer
 from paraflow.errors import CheckpointError
 from paraflow.mesh import Mesh
+from paraflow.parts import part_for
 
-PREFIX, DRY_RUN = "step-", ".dry-run-"
-_NAME = re.compile(PREFIX + r"\d+")
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def save(state: dict[str, Any], mesh: Mesh, folder: Path, writer: Writer, replaces: Sequence[Path] = ()) -> None:
-    """Saves a run's state, and every rank's random state with it: every rank calls it, and rank 0 writes.
+    """Saves a run's state, and every rank's random state with it: every rank calls it, and writes what is its own.
+
+    Nothing is gathered: rank 0 writes what every rank has, and of what is spread over ranks each its part.
 
     Args:
-        state: The state, as one device would hold it.
+        state: The state; what is spread over ranks is there as such tensors.
         mesh: The ranks.
         folder: Where it is to be.
-        writer: Writes it.
+        writer: Writes this rank's part.
         replaces: Checkpoints that are removed when this one is there.
 
     Raises:
-        CheckpointError: The state holds what cannot be kept; every rank raises.
+        CheckpointError: The state holds what cannot be kept, or the save before failed; every rank raises.
     """
-    image = take_apart({**state, "random": random_state(mesh)})
-    if mesh.rank == 0:
-        writer.save(folder, image, replaces)
+    image, error = Image(None, {}), writer.settle()
+    whole = {**state, "random": random_state(mesh)}
+    try:
+        image = take_apart(whole)
+    except CheckpointError as caught:
+        error = error or caught
+    mine = {
+        "failure": "" if error is None else str(error),
+        "bytes": size_of(image.owned(mesh.rank)),
+        "save": new_identity() if mesh.rank == 0 else "",
+    }
+    said = [json.loads(text) for text in mesh.gather_texts(json.dumps(mine))]
+    if error is not None:
+        raise error
+    failures = [one["failure"] for one in said if one["failure"]]
+    if failures:
+        raise CheckpointError(failures[0])
+    others = [rank for rank, one in enumerate(said) if rank and one["bytes"]]
+    if mesh.rank and mesh.rank not in others:
+        return
+    identity = said[0]["save"]
+    store = mesh.store(f"checkpoint/{identity}") if others else None
+    writer.save(folder, image, () if mesh.rank else replaces, Ranks(identity, mesh.rank, others, store))
 
 
 def settle(writer: Writer, mesh: Mesh) -> str | None:
@@ -50,8 +74,9 @@ def settle(writer: Writer, mesh: Mesh) -> str | None:
     Returns:
         Why it is not there, the same on every rank, or None where it is.
     """
-    failure = writer.settle() if mesh.rank == 0 else None
-    return mesh.gather_texts("" if failure is None else str(failure))[0] or None
+    failure = writer.settle()
+    failures = mesh.gather_texts("" if failure is None else str(failure))
+    return next((text for text in failures if text), None)
 
 
 def save_now(state: dict[str, Any], mesh: Mesh, folder: Path) -> None:
@@ -68,12 +93,12 @@ def save_now(state: dict[str, Any], mesh: Mesh, folder: Path) -> None:
 
 
 def load(path: str | Path, shapes: Shapes, mesh: Mesh | None = None) -> tuple[Path, dict[str, Any]]:
-    """Returns a checkpoint's folder and the run's state in it.
+    """Returns a checkpoint's folder and the run's state in it; its large tensors are left on disk (`Stored`).
 
     Args:
         path: A checkpoint, or a folder of them, of which the newest is taken.
         shapes: Those of the model's parameters and buffers, by name.
-        mesh: The ranks, where all of them load: rank 0 finds and verifies the checkpoint for all.
+        mesh: The ranks, where all of them load: rank 0 finds the checkpoint for all, and they share its verification.
 
     Raises:
         CheckpointError: There is no checkpoint, it is damaged, or it is of another model; every rank raises.
@@ -82,7 +107,10 @@ def load(path: str | Path, shapes: Shapes, mesh: Mesh | None = None) -> tuple[Pa
         folder = find(path)
         verify(folder)
         return folder, _taken(folder, shapes)
-    folder = Path(_told(mesh, lambda: _verified(find(path))))
+    folder = Path(_told(mesh, lambda: str(find(path))))
+    damage = _damage(folder, mesh)
+    if damage:
+        raise CheckpointError(damage)
     return folder, _taken_by_all(folder, shapes, mesh)
 
 
@@ -94,31 +122,49 @@ def load_newest(folders: Sequence[Path], shapes: Shapes, mesh: Mesh) -> tuple[Pa
     Raises:
         CheckpointError: There are checkpoints, and none is intact; or it is of another model. Every rank raises.
     """
-    told = _told(mesh, lambda: json.dumps(_newest_intact(folders)))
-    name, damaged = json.loads(told)
-    if name is None:
-        return None
-    return Path(name), _taken_by_all(Path(name), shapes, mesh), damaged
+    names = json.loads(_told(mesh, lambda: json.dumps([str(folder) for folder in last_first(folders)])))
+    damages: list[str] = []
+    for name in names:
+        damage = _damage(Path(name), mesh)
+        if not damage:
+            return Path(name), _taken_by_all(Path(name), shapes, mesh), damages
+        damages.append(damage.split(";")[0].removesuffix(" Resume from another"))
+    if damages:
+        raise CheckpointError(f"None of the {len(damages)} checkpoints can be resumed from. {' '.join(damages)}")
+    return None
 
 
-def _newest_intact(folders: Sequence[Path]) -> tuple[str | None, list[str]]:
-    found = sorted((part for folder in folders for part in saved_in(folder)), key=_written_at, reverse=True)
-    damaged: list[str] = []
-    for part in found:
-        try:
-            verify(part)
-        except CheckpointError as error:
-            damaged.append(str(error).split(";")[0].removesuffix(" Resume from another"))
-        else:
-            return str(part), damaged
-    if damaged:
-        raise CheckpointError(f"None of the {len(damaged)} checkpoints can be resumed from. {' '.join(damaged)}")
-    return None, []
+def _damage(folder: Path, mesh: Mesh) -> str:
+    """What is wrong with a checkpoint, or nothing: every rank looks at a share of it, and all have the same answer.
+
+    Raises:
+        CheckpointError: Another rank cannot read what rank 0 can; every rank raises.
+    """
+    identity, missing = "", ""
+    try:
+        verify(folder, mesh.rank, mesh.world_size)
+        identity = identity_of(folder)
+    except CheckpointError as error:
+        missing = str(error)
+    failures = mesh.gather_texts(missing)
+    identities = mesh.gather_texts(identity)
+    if failures[0]:
+        return failures[0]
+    for rank, text in enumerate(failures):
+        if text or identities[rank] != identities[0]:
+            # Is it the checkpoint, or this rank's view of it?
+            _told(mesh, partial(_verified, folder, rank, mesh.world_size))
+            raise _unreadable(rank, text or f"Its {str(folder)!r} is of another save.")
+    return ""
 
 
-def _verified(folder: Path) -> str:
-    verify(folder)
-    return str(folder)
+def _verified(folder: Path, rank: int, ranks: int) -> str:
+    verify(folder, rank, ranks)
+    return ""
+
+
+def _unreadable(rank: int, text: str) -> CheckpointError:
+    return CheckpointError(f"Rank {rank} cannot read what rank 0 can; put checkpoints where all can. {text}")
 
 
 def _told(mesh: Mesh, ask: Callable[[], str]) -> str:
@@ -148,7 +194,7 @@ def _taken_by_all(folder: Path, shapes: Shapes, mesh: Mesh) -> dict[str, Any]:
     failures = mesh.gather_texts(failure)
     for rank, text in enumerate(failures):
         if text and not failures[0]:
-            raise CheckpointError(f"Rank {rank} cannot read what rank 0 can; put checkpoints where all can. {text}")
+            raise _unreadable(rank, text)
         if text:
             raise CheckpointError(text)
     return state
@@ -157,7 +203,7 @@ def _taken_by_all(folder: Path, shapes: Shapes, mesh: Mesh) -> dict[str, Any]:
 def _taken(folder: Path, shapes: Shapes) -> dict[str, Any]:
     state = take(folder)
     model = state.get("model")
-    if not isinstance(model, dict) or not all(isinstance(value, torch.Tensor) for value in model.values()):
+    if not isinstance(model, dict) or not all(isinstance(value, Stored) for value in model.values()):
         raise CheckpointError(f"The checkpoint {str(folder)!r} holds no model: tensors by name.")
     _require_shapes(shapes, shapes_of(model), folder)
     return state
@@ -169,90 +215,37 @@ def shapes_of(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def load_model(module: nn.Module, path: str | Path, *, best: bool = False) -> None:
-    """Gives a module the weights of a checkpoint, whatever plan saved it.
+    """Gives a module the weights of a checkpoint, whatever plan saved it; it needs no process group.
 
     Args:
-        module: The module.
-        path: A checkpoint, or a folder of them, of which the newest is taken.
+        module: The module. Where it is spread over ranks, each reads its part; where it has no memory yet (torch's meta
+            device), the weights are read when the Trainer lays it out.
+        path: A checkpoint, or a folder of them, of which the newest is taken; or weights that others have saved: a
+            ``.safetensors`` file, or a folder with ``model.safetensors`` or its index.
         best: Whether the one with the best monitored value is taken instead.
 
     Raises:
         CheckpointError: There is no checkpoint, or it is of another model.
     """
+    if has_weights(path):
+        give_weights(module, open_weights(path))
+        return
     _, state = load(find(path, best=best), shapes_of(module.state_dict()))
-    module.load_state_dict(state["model"])
+    give(module, state["model"])
 
 
-def find(path: str | Path, *, best: bool = False) -> Path:
-    """Returns the checkpoint at a path, or in a folder of checkpoints the one that was written last, or the best.
-
-    Args:
-        path: A checkpoint, or a folder of them.
-        best: Whether the one with the best value of the monitored metric is wanted.
-
-    Raises:
-        CheckpointError: There is none.
-    """
-    folder = Path(path)
-    recover(folder)
-    if is_checkpoint(folder):
-        return folder
-    inside = saved_in(folder)
-    if not inside:
-        what = "has no checkpoint in it" if folder.is_dir() else "is no folder" if folder.exists() else "does not exist"
-        raise CheckpointError(f"{str(path)!r} {what}; give a folder that pf.callbacks.Checkpoint has written to.")
-    return _best_of(inside) if best else inside[-1]
-
-
-def saved_in(folder: Path) -> list[Path]:
-    """Returns the checkpoints in a folder, in the order in which they were written."""
-    for old in folder.glob(f".{PREFIX}*.old"):
-        recover(folder / old.name.removeprefix(".").removesuffix(".old"))
-    found = [part for part in folder.glob(f"{PREFIX}*") if _NAME.fullmatch(part.name) and is_checkpoint(part)]
-    return sorted(found, key=_written_at)
-
-
-def prepare(folder: Path, mesh: Mesh) -> str | None:
-    """Makes a folder for checkpoints, and tidies one that is there: every rank calls it.
-
-    Returns:
-        Why no checkpoint can be written there, the same on every rank, or None where one can.
-    """
-    failure = ""
-    if mesh.rank == 0:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if not os.access(folder, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            tidy(folder)
-        except OSError as error:
-            failure = f"No checkpoint can be written to {str(folder)!r}: {error.strerror}."
-    return mesh.gather_texts(failure)[0] or None
-
-
-def tidy(folder: Path) -> None:
-    """Removes what a process that was killed left half written or half removed; no other may be writing there."""
-    for pattern in (f".{PREFIX}*.writing", f".{PREFIX}*.removing", f"{DRY_RUN}*"):
-        for part in folder.glob(pattern):
-            shutil.rmtree(part, ignore_errors=True)
-
-
-def _written_at(checkpoint: Path) -> tuple[int, str]:
-    return written_at(checkpoint), checkpoint.name
-
-
-def _best_of(inside: list[Path]) -> Path:
-    """The checkpoint that the newest one's callbacks hold to be the best."""
-    callbacks = read(inside[-1]).get("callbacks")
-    states = callbacks.values() if isinstance(callbacks, dict) else ()
-    steps = [state["best_step"] for state in states if isinstance(state, dict) and state.get("best_step") is not None]
-    named = [part for part in inside if int(part.name.removeprefix(PREFIX)) in steps]
-    if not named:
-        raise CheckpointError(
-            f"{str(inside[-1].parent)!r} has no best checkpoint: nothing was monitored, or it is gone. Save with "
-            "Checkpoint(folder, monitor='val_loss')."
-        )
-    return named[-1]
+def give(module: nn.Module, tensors: Mapping[str, Any]) -> None:
+    """Gives a module tensors by name, in memory or on disk: of each what this rank holds of it."""
+    own = module.state_dict(keep_vars=True)
+    if any(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in own.values()):
+        give_weights(module, tensors)
+        return
+    module.load_state_dict(
+        {
+            name: part_for(value, own[name].detach()) if isinstance(own.get(name), torch.Tensor) else value
+            for name, value in tensors.items()
+        }
+    )
 
 
 def _require_shapes(mine: Shapes, theirs: Shapes, folder: Path) -> None:

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paraflow.checkpoint.format import remove, write
-from paraflow.checkpoint.image import Image
+from paraflow.checkpoint.image import Image, take_apart
+from paraflow.checkpoint.ranks import Ranks
+from paraflow.checkpoint.tensors import size_of
 from paraflow.errors import CheckpointError
+from paraflow.optim.state import optimizer_state
+
+if TYPE_CHECKING:
+    from paraflow.engine import Engine
 
 _ALIGNMENT = 64
 
 
 class Writer:
-    """Writes a checkpoint, and then removes what it replaces; if it cannot be written, nothing is removed.
+    """Writes this rank's part of a checkpoint, and then removes what it replaces; if it cannot be written, nothing is.
 
-    In the background a save first copies the tensors to memory of its own, which is kept for the next one: as much
-    host memory as the state is large. The copy is all that training waits for, unless the save before is not done yet.
+    In the background a save first copies this rank's tensors to memory of its own, which is kept for the next one: as
+    much host memory as what the rank writes. The copy is all that training waits for, unless the save before is not
+    done yet.
 
     Attributes:
         background: Whether training goes on while a checkpoint is written.
@@ -32,8 +41,14 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
 
-    def save(self, folder: Path, image: Image, replaces: Sequence[Path] = ()) -> None:
+    def save(self, folder: Path, image: Image, replaces: Sequence[Path] = (), ranks: Ranks | None = None) -> None:
         """Writes an image to a folder, then removes other folders; `settle` tells how it went.
+
+        Args:
+            folder: Where the state is to be.
+            image: The state.
+            replaces: What is removed then.
+            ranks: Those that write, each with its own part, where there are others.
 
         Raises:
             CheckpointError: The one before failed, and nobody asked.
@@ -41,16 +56,20 @@ class Writer:
         failure = self.settle()
         if failure is not None:
             raise failure
+        ranks = ranks or Ranks()
         if not self.background:
-            self._write(folder, image, replaces)
+            self._write(folder, image, replaces, ranks)
             return
         try:
-            copy = Image(image.plain, self._copied(image))
+            copy = replace(image, tensors=self._copied(image.owned(ranks.rank)))
         except RuntimeError as error:  # raised here it would be on this rank alone
             self._fail(folder, error)
+            ranks.withdraw(str(self._failure))
             return
         # Not a daemon: a process that ends waits for its checkpoint.
-        self._thread = threading.Thread(target=self._write, args=(folder, copy, replaces), name="paraflow-checkpoint")
+        self._thread = threading.Thread(
+            target=self._write, args=(folder, copy, replaces, ranks), name="paraflow-checkpoint"
+        )
         self._thread.start()
 
     def settle(self) -> CheckpointError | None:
@@ -62,9 +81,9 @@ class Writer:
         failure, self._failure = self._failure, None
         return failure
 
-    def _write(self, folder: Path, image: Image, replaces: Sequence[Path]) -> None:
+    def _write(self, folder: Path, image: Image, replaces: Sequence[Path], ranks: Ranks) -> None:
         try:
-            write(folder, image)
+            write(folder, image, ranks)
         except CheckpointError as error:
             self._failure = error
             return
@@ -93,22 +112,24 @@ class Writer:
         # Filled, for memory is only there once it has been written to.
         self._staging = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available()).fill_(0)
 
-    def _copied(self, image: Image) -> dict[str, torch.Tensor]:
+    def _copied(self, tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
         """The tensors, copied to the host."""
-        sizes = [tensor.nbytes + -tensor.nbytes % _ALIGNMENT for tensor in image.tensors.values()]
+        sizes = [tensor.nbytes + -tensor.nbytes % _ALIGNMENT for tensor in tensors.values()]
         if self._staging is None or self._staging.numel() < sum(sizes):
+            self._staging = None  # before the larger one is taken
             self._reserve(sum(sizes))
         assert self._staging is not None
         copies, parts = {}, torch.split(self._staging[: sum(sizes)], sizes)
-        for (name, tensor), part in zip(image.tensors.items(), parts, strict=True):
+        for (name, tensor), part in zip(tensors.items(), parts, strict=True):
             room = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            copies[name] = room.copy_(tensor, non_blocking=True)
-        if any(tensor.is_cuda for tensor in image.tensors.values()):
+            source = tensor if isinstance(tensor, torch.Tensor) else tensor[...]
+            copies[name] = room.copy_(source, non_blocking=True)
+        if any(isinstance(tensor, torch.Tensor) and tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.synchronize()
         return copies
 
 
-def size_of_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Returns the bytes of this rank's parameters, buffers and optimizer state."""
-    values = [*module.state_dict().values(), *(value for state in optimizer.state.values() for value in state.values())]
-    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+def size_of_part(engine: Engine) -> int:
+    """Returns the bytes of parameters, buffers and optimizer state that this rank writes."""
+    state = {"model": dict(engine.module.state_dict()), "optimizer": optimizer_state(engine.update)}
+    return size_of(take_apart(state).owned(engine.mesh.rank))

@@ -7,8 +7,12 @@ from typing import Any
 import torch
 
 from paraflow.errors import CheckpointError
-from paraflow.optim.update import Held, Update
-from paraflow.parts import as_part, is_spread, local, part_for
+from paraflow.optim.held import Held, changed
+from paraflow.optim.update import Update
+from paraflow.parts import as_part, box_of, is_spread, local, part_for, whole
+
+MASTER = "master_weight"
+"""What a state has of a parameter whose optimizer holds it with more digits than the model does."""
 
 
 def optimizer_state(update: Update) -> dict[str, Any]:
@@ -28,6 +32,11 @@ def optimizer_state(update: Update) -> dict[str, Any]:
         held[id(tensor)].name: {key: _as_saved(value, held[id(tensor)]) for key, value in values.items()}
         for tensor, values in update.optimizer.state.items()
     }
+    for one in changed([one for one in update.held if one.is_finer]):
+        one.take_up()
+    for one in update.held:
+        if one.is_finer:
+            state.setdefault(one.name, {})[MASTER] = _as_saved(one.tensor, one)
     return {"state": state, "param_groups": groups}
 
 
@@ -55,8 +64,9 @@ def load_optimizer_state(update: Update, saved: dict[str, Any]) -> None:
     by_name = {one.name: one for one in update.held}
     numbered = {
         "state": {
-            places[name]: {key: _as_held(value, by_name[name]) for key, value in values.items()}
+            places[name]: {key: _as_held(value, by_name[name]) for key, value in values.items() if key != MASTER}
             for name, values in saved["state"].items()
+            if values.keys() != {MASTER}
         },
         "param_groups": [
             {**group, **_implementation(here), "params": [places[name] for name in group["params"]]}
@@ -64,6 +74,18 @@ def load_optimizer_state(update: Update, saved: dict[str, Any]) -> None:
         ],
     }
     optimizer.load_state_dict(numbered)
+    for one in update.held:
+        if one.is_copy:
+            _load_copy(one, saved["state"].get(one.name, {}).get(MASTER))
+
+
+def _load_copy(held: Held, master: Any) -> None:
+    """Gives a copy the weights that the model has loaded, with the digits that were saved of them beside it."""
+    with torch.no_grad():
+        held.tensor.copy_(local(held.parameter))
+        if held.is_finer and master is not None:
+            held.tensor.copy_(_as_held(master, held))
+    held.agree()
 
 
 def _as_held(value: Any, held: Held) -> Any:
@@ -72,8 +94,22 @@ def _as_held(value: Any, held: Held) -> Any:
         return value
     if len(value.shape) == 0 or tuple(value.shape) != tuple(held.parameter.shape):
         return part_for(value, torch.empty(0))
-    part = part_for(value, held.parameter)
-    return part if is_spread(held.tensor) else local(part)
+    if not held.is_copy:
+        part = part_for(value, held.parameter)
+        return part if is_spread(held.tensor) else _alone(local(part))
+    if is_spread(value) and is_spread(held.parameter) and _laid_out_alike(value, held.parameter):
+        return local(value)
+    return _alone(whole(value)[box_of(held.parameter)])  # cut where it is: never on the device
+
+
+def _alone(part: torch.Tensor) -> torch.Tensor:
+    """A part that does not keep the memory of the whole."""
+    return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part
+
+
+def _laid_out_alike(value: Any, parameter: Any) -> bool:
+    same: bool = value.placements == parameter.placements and value.device_mesh == parameter.device_mesh
+    return same
 
 
 def _implementation(group: dict[str, Any]) -> dict[str, Any]:

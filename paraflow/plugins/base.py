@@ -39,6 +39,7 @@ class Plugin:
         phase: When it acts.
         rules: The rows it adds to the legality table, asked before any process group starts.
         provides: The plan's fields it can stand for, whether or not `fields` gives them a value.
+        replaces: The names of the package's own plugins that it does the work of, so that they are left out.
 
     Example:
         >>> class SignOnly(Plugin):
@@ -55,6 +56,7 @@ class Plugin:
     phase: ClassVar[Phase] = Phase.OPTIMIZE
     rules: ClassVar[tuple[Rule, ...]] = ()
     provides: ClassVar[tuple[str, ...]] = ()
+    replaces: ClassVar[tuple[str, ...]] = ()
 
     @property
     def fields(self) -> Mapping[str, Any]:

@@ -42,7 +42,7 @@ class Clipping(Plugin):
         if not math.isinf(self.max_norm):
             # As torch.nn.utils.clip_grad_norm_ does: no branch on the value, so no wait for the device.
             factor = torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
-            torch._foreach_mul_(engine.gradients(), factor)
+            engine.scale_gradients(factor)
         return proceed()
 
     def describe(self) -> str:

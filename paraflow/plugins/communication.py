@@ -49,8 +49,9 @@ class HalfCommunication(Plugin):
         return {"comm_hook": self.dtype}
 
     def transform(self, module: nn.Module, engine: Engine) -> nn.Module:
-        """Registers the hook on the replica that data parallelism made."""
-        if engine.mesh.degree("dp") == 1:
+        """Registers the hook on the replica that data parallelism made; sharded gradients are reduced so already."""
+        others = [plugin for plugin in engine.plugins if plugin is not self]
+        if engine.mesh.degree("dp") == 1 or any("comm_hook" in plugin.provides for plugin in others):
             return module
         from torch.nn.parallel import DistributedDataParallel
 

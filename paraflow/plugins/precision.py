@@ -113,11 +113,33 @@ class _Gate(torch.optim.Optimizer):
 
 
 class _AgreeingScaler(torch.amp.GradScaler):
-    """A scaler under which ranks that hold other parts of the model agree on whether a step is finite."""
+    """A scaler of the engine's gradients, under which ranks that hold other parts of the model agree.
+
+    Torch's own looks at the optimizer's parameters, whose gradients may be spread over several meshes, or not be there
+    yet (`paraflow.optim.Update`).
+    """
 
     def __init__(self, engine: Engine, device: str, **options: Any) -> None:
         super().__init__(device, **options)
         self._engine = engine
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for gradient in self._engine.gradients():
+            part = gradient._values() if gradient.is_sparse else gradient
+            alike.setdefault((part.device, part.dtype), []).append(part)
+        # A rank without gradients has a say too.
+        devices = {self._engine.mesh.device, *(device for device, _ in alike)}
+        found = {device: found_inf.to(device, copy=True) for device in devices}
+        for (device, _), parts in alike.items():
+            torch._amp_foreach_non_finite_check_and_unscale_(parts, found[device], inv_scale.to(device))
+        return found
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         super().unscale_(optimizer)

@@ -9,10 +9,14 @@ from paraflow.errors import PlanError
 from paraflow.plan import Plan
 from paraflow.plugins import (
     accumulation,
+    activation_checkpointing,
+    apply_groups,
     clipping,
     communication,
     compile,
+    cpu_offload,
     data_parallel,
+    fsdp,
     optimizer,
     precision,
 )
@@ -20,10 +24,14 @@ from paraflow.plugins.base import Plugin, in_order
 
 _FROM_PLAN: dict[str, Callable[[Plan, Mapping[str, Any]], Plugin | None]] = {
     "accumulation": accumulation.from_plan,
+    "activation_checkpointing": activation_checkpointing.from_plan,
+    "apply_groups": apply_groups.from_plan,
     "clipping": clipping.from_plan,
     "communication": communication.from_plan,
     "compile": compile.from_plan,
+    "cpu_offload": cpu_offload.from_plan,
     "data_parallel": data_parallel.from_plan,
+    "fsdp": fsdp.from_plan,
     "optimizer": optimizer.from_plan,
     "precision": precision.from_plan,
 }
@@ -55,7 +63,8 @@ def plugins_of(plan: Plan, given: Sequence[Plugin] = ()) -> list[Plugin]:
         made = _make(name, from_plan, plan)
         if made is not None and name not in taken_names and taken_fields.isdisjoint(made.fields):
             own.append(made)
-    return in_order([*own, *given])
+    replaced = {name for plugin in (*own, *given) for name in plugin.replaces}
+    return in_order([*(plugin for plugin in own if plugin.name not in replaced), *given])
 
 
 def _make(name: str, from_plan: Callable[[Plan, Mapping[str, Any]], Plugin | None], plan: Plan) -> Plugin | None:

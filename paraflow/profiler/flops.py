@@ -72,7 +72,7 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, counter: FlopCounter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._counter = counter
-        self._formulas = _formulas()
+        self._formulas = formulas()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -97,7 +97,8 @@ def per_sample(mesh: Mesh, operations: float, samples: int) -> float:
     return float(total / max(over, 1) * mesh.world_size / mesh.data_ranks)
 
 
-def _formulas() -> dict[Any, Any]:
+def formulas() -> dict[Any, Any]:
+    """Returns what gives the floating-point operations of an operator's call, by operator."""
     from torch.utils import flop_counter
 
     aten = torch.ops.aten

@@ -18,8 +18,9 @@ import torch
 
 import paraflow as pf
 from paraflow.callbacks import HOOKS
-from paraflow.checkpoint.format import read, write
+from paraflow.checkpoint.format import write
 from paraflow.checkpoint.image import take_apart
+from paraflow.checkpoint.reading import read
 from tests.callbacks.contract import EPOCHS, STEPS_AN_EPOCH, TABLE, Grab, X, Y, equal, fit, make, net, same
 
 callbacks, loggers = pf.callbacks, pf.loggers

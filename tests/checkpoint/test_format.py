@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import paraflow as pf
-from paraflow.checkpoint.format import read
 from paraflow.checkpoint.format import write as write_image
 from paraflow.checkpoint.image import take_apart
+from paraflow.checkpoint.reading import read
 
 STATE: dict[str, Any] = {
     "model": {"weight": torch.arange(6.0).view(2, 3), "half": torch.ones(2, dtype=torch.bfloat16)},
@@ -48,10 +48,10 @@ def test_views_and_tied_tensors(tmp_path: Path) -> None:
     assert torch.equal(back["row"], table[1])
     assert torch.equal(back["turned"], table.t())
     assert back["scalar"].item() == 3
-    assert (tmp_path / "a" / "tensors.safetensors").stat().st_size < 3 * table.nbytes + 600
+    assert (tmp_path / "a" / "tensors-00000.safetensors").stat().st_size < 3 * table.nbytes + 600
 
 
-@pytest.mark.parametrize("name", ["tensors.safetensors", "state.json", "checksums.json"])
+@pytest.mark.parametrize("name", ["tensors-00000.safetensors", "state.json", "checksums.json"])
 def test_any_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
     write(tmp_path / "a", STATE)
     path = tmp_path / "a" / name
@@ -66,7 +66,7 @@ def test_any_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
     read(tmp_path / "a")
 
 
-@pytest.mark.parametrize("name", ["tensors.safetensors", "state.json", "checksums.json"])
+@pytest.mark.parametrize("name", ["tensors-00000.safetensors", "state.json", "checksums.json"])
 def test_truncated_or_missing_files_are_found(tmp_path: Path, name: str) -> None:
     write(tmp_path / "a", STATE)
     path = tmp_path / "a" / name

@@ -16,8 +16,8 @@ import torch
 import paraflow as pf
 from paraflow.callbacks import Checkpoint
 from paraflow.checkpoint import find, load_model, saved_in
-from paraflow.checkpoint.format import read
-from paraflow.checkpoint.run import tidy
+from paraflow.checkpoint.folders import tidy
+from paraflow.checkpoint.reading import read
 from tests.callbacks.runs import linear, samples
 
 
@@ -161,7 +161,7 @@ def rewrite(folder: Path, act: Callable[[dict[str, Any]], None]) -> None:
 
 
 def seal(folder: Path) -> None:
-    files = ("state.json", "tensors.safetensors")
+    files = ("state.json", "tensors-00000.safetensors")
     sums = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in files}
     (folder / "checksums.json").write_text(json.dumps(sums))
 
@@ -193,7 +193,7 @@ def test_a_state_of_another_form_is_refused_and_nothing_in_it_is_run(
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("name", ["tensors.safetensors", "state.json"])
+@pytest.mark.parametrize("name", ["tensors-00000.safetensors", "state.json"])
 def test_a_pickle_is_never_opened(tmp_path: Path, name: str) -> None:
     fit(tmp_path, 3)
     folder = tmp_path / "step-00000003"

@@ -1,4 +1,4 @@
-"""The safetensors file: read back by the library itself, with the checksum it has, in the memory of one tensor."""
+"""The safetensors file: read back by the library itself, with the checksum it has, in the memory of one bucket."""
 
 from __future__ import annotations
 
@@ -107,12 +107,12 @@ print(peak() - now)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells a process its peak memory")
-@pytest.mark.parametrize(("kind", "most"), [("plain", 0), ("turned", 96)])
-def test_a_save_takes_the_memory_of_its_largest_copy_at_most(tmp_path: Path, kind: str, most: int) -> None:
+@pytest.mark.parametrize(("kind", "most"), [("plain", 0), ("turned", 64)])
+def test_a_save_takes_the_memory_of_a_bucket_at_most(tmp_path: Path, kind: str, most: int) -> None:
     """A state of 384 MiB: none of it is copied, apart from a tensor that lies otherwise than in the file."""
     code = [sys.executable, "-c", MEMORY, str(tmp_path), kind]
     result = subprocess.run(code, capture_output=True, text=True, timeout=120, check=True)
     extra: Any = int(result.stdout) / 2**20
     assert most <= extra + 1
     assert extra <= most + 8
-    assert (tmp_path / "second" / "tensors.safetensors").stat().st_size > 384 * 2**20
+    assert (tmp_path / "second" / "tensors-00000.safetensors").stat().st_size > 384 * 2**20

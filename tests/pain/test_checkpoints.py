@@ -19,8 +19,8 @@ import paraflow as pf
 from paraflow.checkpoint import find, load_model, saved_in
 from paraflow.checkpoint import format as files
 from paraflow.checkpoint import writer as writing
-from paraflow.checkpoint.format import read
 from paraflow.checkpoint.image import take_apart
+from paraflow.checkpoint.reading import read
 from paraflow.checkpoint.writer import Writer
 from tests.callbacks.runs import Scripted, linear, samples
 
@@ -134,9 +134,9 @@ def test_in_the_background_a_checkpoint_is_removed_only_when_the_next_is_there(
     """The disk is slower than training, so saves and removals of several steps meet."""
     write, remove, order = files.write, files.remove, []
 
-    def slowly(folder: Path, image: Any) -> None:
+    def slowly(folder: Path, image: Any, ranks: Any) -> None:
         time.sleep(0.03)
-        write(folder, image)
+        write(folder, image, ranks)
         order.append(("saved", int(folder.name[5:])))
 
     def told(folder: Path) -> None:

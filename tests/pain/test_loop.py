@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paraflow as pf
 from paraflow.checkpoint import find
-from paraflow.checkpoint.format import read
+from paraflow.checkpoint.reading import read
 from paraflow.loggers import CSVLogger
 from tests.callbacks.runs import linear, samples
 from tests.callbacks.test_csv import rows_of

@@ -9,6 +9,7 @@ import torch
 
 import paraflow as pf
 from paraflow.data.order import shuffled
+from paraflow.parts import whole
 from tests.parity.tasks import CASES
 
 EPOCHS = 2
@@ -42,7 +43,7 @@ def by_trainer(name: str, count: int, batch_size: int, **plan: Any) -> Measured:
         max_epochs=EPOCHS, seed=5, progress=False, callbacks=[recorder], **{"clip_norm": float("inf"), **plan}
     )
     history = trainer.fit(model, data, data, batch_size=batch_size)
-    parameters = {key: value.detach().clone() for key, value in trainer.engine.state_dict()["model"].items()}
+    parameters = {key: whole(value).detach().clone() for key, value in trainer.engine.state_dict()["model"].items()}
     return Measured(recorder.losses, recorder.norms, parameters, history.history)
 
 

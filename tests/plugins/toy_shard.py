@@ -73,11 +73,11 @@ class ToyShard(Plugin):
         return state
 
     def load_state_dict(self, state: dict[str, Any], engine: Engine) -> dict[str, Any]:
-        state["model"] = {name: self._cut(whole) for name, whole in state["model"].items()}
-        for values in state["optimizer"]["state"].values():
+        state["model"] = {name: self._cut(whole[...]) for name, whole in state["model"].items()}
+        for values in state.get("optimizer", {"state": {}})["state"].values():
             for key, value in values.items():
-                if value.dim():
-                    values[key] = self._cut(value)
+                if len(value.shape):
+                    values[key] = self._cut(value[...])
         return state
 
 

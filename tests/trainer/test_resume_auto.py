@@ -43,9 +43,9 @@ def test_the_newest_is_taken_and_the_run_is_the_one_that_was_not_stopped(tmp_pat
 
 
 def flip(folder: Path) -> None:
-    content = bytearray((folder / "tensors.safetensors").read_bytes())
+    content = bytearray((folder / "tensors-00000.safetensors").read_bytes())
     content[-1] ^= 1
-    (folder / "tensors.safetensors").write_bytes(bytes(content))
+    (folder / "tensors-00000.safetensors").write_bytes(bytes(content))
 
 
 def truncate(folder: Path) -> None:
@@ -54,7 +54,7 @@ def truncate(folder: Path) -> None:
 
 
 def without_tensors(folder: Path) -> None:
-    (folder / "tensors.safetensors").unlink()
+    (folder / "tensors-00000.safetensors").unlink()
 
 
 def without_checksums(folder: Path) -> None:
@@ -66,9 +66,9 @@ def garbled_checksums(folder: Path) -> None:
 
 
 DAMAGE = {
-    flip: "is damaged: tensors.safetensors changed since it was written",
+    flip: "is damaged: tensors-00000.safetensors changed since it was written",
     truncate: "is damaged: state.json changed since it was written",
-    without_tensors: "is no whole checkpoint: it has no tensors.safetensors",
+    without_tensors: "is no whole checkpoint: it has no tensors-00000.safetensors",
     without_checksums: "is no whole checkpoint: it has no checksums.json",
     garbled_checksums: "cannot be read",
 }
@@ -231,7 +231,7 @@ def unreadable(folder: str) -> str:
     home = Path(folder)
     if pf.rank() == 1:
         shutil.copytree(home / "0", home / "1")
-        (home / "1" / "step-00000003" / "tensors.safetensors").write_bytes(b"")
+        (home / "1" / "step-00000003" / "tensors-00000.safetensors").write_bytes(b"")
     import os
 
     os.chdir(home / str(pf.rank()))

@@ -1,0 +1,5 @@
+"""`python -m paraflow.compatibility` prints the table."""
+
+from paraflow.compatibility import page
+
+print(page(), end="")

@@ -1,0 +1,284 @@
+"""Fully sharded data parallelism on torch's ``fully_shard``: ranks share out parameters, gradients, optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from paraflow.errors import ModelError, PlanError
+from paraflow.parts import is_spread, local
+from paraflow.plan import DATA_DEGREES, Plan
+from paraflow.plan_memory import as_text
+from paraflow.plugins.base import Phase, Plugin, State
+from paraflow.plugins.elementwise import is_elementwise
+from paraflow.plugins.sharding import Entrance, Layout, Sharding, same_everywhere, shard
+from paraflow.plugins.units import Asked, Unit, find_units, rest_of
+from paraflow.plugins.usage import Usage
+from paraflow.rules import Rule
+
+if TYPE_CHECKING:
+    from paraflow.engine import Engine
+    from paraflow.optim.update import Held
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_OPTIMIZER_COPIES = 2  # AdamW: two moments, as large as the parameters
+
+RULES = (
+    Rule(
+        "fsdp-without-degree",
+        lambda f: f.plan.fsdp == 1 and f.world_size > 1 and not f.plan.offloads_parameters,
+        "The plugin FSDP was given, and the plan's fsdp is 1, by which nothing would be sharded.",
+        "Write FSDP({f.world_size}) or fsdp={f.world_size}, or leave the plugin out.",
+    ),
+    Rule(
+        "fsdp-is-data-parallel",
+        lambda f: "data_parallel" in f.plugins,
+        "The plugin DataParallel was given, and FSDP averages the gradients of dp={f.plan.dp} × fsdp={f.plan.fsdp} by "
+        "itself (hybrid sharding).",
+        "Leave DataParallel out, and write dp={f.plan.dp}, fsdp={f.plan.fsdp}.",
+    ),
+    Rule(
+        "fsdp-in-turn",
+        lambda f: bool(f.runners),
+        "FSDP gathers the units of a forward and of its backward in turn, and {f.runners} runs micro-batches in "
+        "another order.",
+        "Leave one of them out.",
+    ),
+)
+
+
+def _own_rules(reduce: str | None, shards: bool | int | None, gather_dtype: str | None) -> Iterator[Rule]:
+    """The rows for arguments that the plan's fields do not say."""
+    if gather_dtype is not None:
+        yield Rule(
+            "fsdp-gather-dtype",
+            lambda f: f.plan.precision != gather_dtype,
+            f"gather_dtype={gather_dtype!r} gathers weights for matrix products in it, and the plan's precision is "
+            "{f.plan.precision!r}.",
+            f"Write precision={gather_dtype!r} too.",
+        )
+    if reduce == "last":
+        yield Rule(
+            "fsdp-comm-hook",
+            lambda f: f.plan.comm_hook is not None and f.plan.accumulate > 1,
+            "With reduce='last' torch would add up the gradients of {f.plan.accumulate} micro-batches in "
+            "{f.plan.comm_hook}.",
+            "Write reduce='each', or leave comm_hook out.",
+        )
+    if shards is not None and not isinstance(shards, bool):
+        yield Rule(
+            "fsdp-reshard-divides",
+            lambda f: not 1 < shards < f.plan.fsdp or f.plan.fsdp % shards != 0,
+            f"reshard_after_forward={shards} must divide fsdp={{f.plan.fsdp}} and be neither 1 nor all of it.",
+            "Write such a number, or True or False.",
+        )
+
+
+class FSDP(Plugin):
+    """Shards a model over ranks; units of it are gathered when they are used.
+
+    With ``dp`` > 1 the shards are replicated: hybrid sharding. Parameters that the plan keeps on the host
+    (``cpu_offload``) are gathered from there, also over one rank.
+
+    Under autocast torch keeps the half-precision copy of each weight that backward needs, so a gathered weight is
+    held longer than the unit runs. ``gather_dtype`` avoids that: the weight that is gathered is the copy.
+
+    Args:
+        degree: The number of shards; None is what the plan says.
+        zero: What is sharded between uses: 1 the optimizer's state, 2 the gradients too, 3 the parameters too; None is
+            what the plan says. Under 1 and 2 the parameters are gathered once a step.
+        units: What is gathered together: module classes, names or patterns such as ``"blocks.*"``; None finds repeated
+            blocks and large layers.
+        reduce: When gradients are reduced: ``"each"`` micro-batch (a rank keeps shards) or with the ``"last"`` one (a
+            rank keeps whole gradients, and communicates once a step). None is ``"last"`` for zero 1, else ``"each"``.
+        reshard_after_forward: Whether a unit is let go of between its forward and its backward, or the number of ranks
+            it is sharded over meanwhile; None is True for zero 3, else False.
+        gather_dtype: ``"bf16"`` or ``"fp16"``, as the plan's precision: parameters are gathered in it. Gradients are
+            still reduced and added up in fp32.
+        find_unused_parameters: Whether ranks may use different parameters in a step. It costs a walk of the graph and a
+            small message a micro-batch. What not every rank runs must lie inside one unit, which every rank runs.
+    """
+
+    name = "fsdp"
+    phase = Phase.PARTITION
+    rules: ClassVar[tuple[Rule, ...]] = RULES
+    provides = ("fsdp", "dp", "zero", "comm_hook", "cpu_offload")
+    replaces = ("data_parallel",)
+
+    def __init__(
+        self,
+        degree: int | None = None,
+        *,
+        zero: Literal[1, 2, 3] | None = None,
+        units: Asked | None = None,
+        reduce: Literal["each", "last"] | None = None,
+        reshard_after_forward: bool | int | None = None,
+        gather_dtype: Literal["bf16", "fp16"] | None = None,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        for what, value, choices in (
+            ("reduce", reduce, ("each", "last")),
+            ("gather_dtype", gather_dtype, tuple(_DTYPES)),
+            ("zero", zero, (1, 2, 3)),
+        ):
+            if value is not None and value not in choices:
+                raise PlanError(f"{what} of FSDP must be one of {', '.join(map(repr, choices))}, not {value!r}.")
+        self.degree = degree
+        self._zero = zero
+        self._units = units
+        self._reduce = reduce
+        self._reshard_after_forward = reshard_after_forward
+        self._gather_dtype = gather_dtype
+        self._find_unused = find_unused_parameters
+        own = _own_rules(reduce, reshard_after_forward, gather_dtype)
+        self.rules = (*RULES, *own)  # type: ignore[misc]  # what this one was given is refused before launch, too
+        self._sharding: Sharding | None = None
+        self._described: str | None = None
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """The degree and the level, where they were said."""
+        said = {"fsdp": self.degree, "zero": self._zero}
+        return {name: value for name, value in said.items() if value is not None}
+
+    def transform(self, module: nn.Module, engine: Engine) -> nn.Module:
+        """Shards the model; every rank starts from the first rank's parameters."""
+        plan, mesh = engine.plan, engine.mesh
+        if plan.fsdp == 1 and not plan.offloads_parameters:
+            return module
+        self._decide(plan)
+        dims = ("dp", "fsdp") if plan.dp > 1 else ("fsdp",)
+        units = find_units(engine.module, self._units)
+        rest = rest_of(engine.module, units)
+        layout = Layout(
+            mesh.device_mesh(*dims),
+            tuple(unit.name for unit in units),
+            _offloaded(plan, [*units, rest]),
+            _DTYPES.get(self._gather_dtype or ""),
+            _reduced_in(plan, self._gather_dtype),
+        )
+        group = mesh.group(*DATA_DEGREES) if mesh.data_ranks > 1 else None
+        if group is not None and not any(is_spread(parameter) for parameter in engine.module.parameters()):
+            same_everywhere(engine.module, group)
+        self._described = self._in_words(plan, units, rest, engine.module)
+        self._sharding = shard(engine.module, units, layout)
+        self._sharding.set_reshard_after_forward(self._reshards)
+        self._usage = Usage(self._sharding, mesh, mixed=self._find_unused)
+        self._entrance = Entrance(module, self._sharding, group)
+        return self._entrance
+
+    def _decide(self, plan: Plan) -> None:
+        """Settles what was left open, now that the whole plan is known."""
+        self._level = self._zero or plan.zero
+        default = "last" if self._level == 1 and plan.comm_hook is None else "each"
+        self._when = self._reduce or default
+        shards = self._reshard_after_forward
+        self._reshards = self._level == 3 if shards is None else shards
+
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, engine: Engine) -> torch.optim.Optimizer:
+        """Gives an optimizer that treats elements alike plain shards; another one keeps tensors that know the whole."""
+        if self._sharding is None:
+            return optimizer
+        self._sharding.prepare()
+        if is_elementwise(optimizer):
+            engine.update.hold(_shard_of)
+            return optimizer
+        name = type(optimizer).__name__
+        if name in _KNOWS_NO_SHARDS:
+            raise ModelError(
+                f"{name} {_KNOWS_NO_SHARDS[name]}. Use an optimizer that treats elements one by one, such as "
+                "adamw, or dp= in place of fsdp=."
+            )
+        return optimizer
+
+    def micro_batch(self, index: int, count: int) -> AbstractContextManager[Any]:
+        """Says what the backward of a micro-batch does with gradients and gathered parameters."""
+        if self._sharding is not None:
+            last = index == count - 1
+            self._entrance.forwarded = False
+            self._sharding.before_backward(
+                reduces=last or self._when == "each", lets_go=last or self._reshards is not False
+            )
+        return nullcontext()
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns the loss as it is; what it depends on is compared over the ranks in the first step."""
+        return loss if self._sharding is None else self._usage.before_backward(loss)
+
+    def reduce_gradients(self, engine: Engine) -> None:
+        """Backward has reduced them."""
+        if self._sharding is not None:
+            self._usage.end()
+
+    def partitioned_over(self, name: str, parameter: nn.Parameter) -> Sequence[str]:
+        """Every sharded parameter is, also over one rank: its module runs only as the engine calls it."""
+        return ("fsdp",) if is_spread(parameter) else ()
+
+    def step(self, engine: Engine, proceed: Callable[[], bool]) -> bool:
+        """Lets go of what a forward without a backward has left gathered."""
+        if self._sharding is not None:
+            self._sharding.let_go()
+        return proceed()
+
+    def load_state_dict(self, state: State, engine: Engine) -> State:
+        """Lets go of what is gathered: the shards are about to change."""
+        if self._sharding is not None:
+            self._sharding.let_go()
+        return state
+
+    def describe(self) -> str:
+        """Returns one line for the printed plan: what is sharded, and the bytes of each kind on a rank."""
+        return self._described or f"fully sharded over {self.degree or 'the'} ranks"
+
+    def _in_words(self, plan: Plan, units: Sequence[Unit], rest: Unit, model: nn.Module) -> str:
+        whole = sum(parameter.nbytes for parameter in model.parameters())
+        trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+        largest = max([rest, *units], key=lambda unit: unit.bytes)
+        gathered = whole if self._reshards is False else whole / plan.fsdp + max(largest.bytes, rest.bytes)
+        gradients = {"each": trained / plan.fsdp, "last": float(trained)}
+        when = {"each": "reduced every micro-batch", "last": "kept whole and reduced with the last micro-batch"}
+        other = "last" if self._when == "each" else "each"
+        replicas = f" × {plan.dp} replicas" if plan.dp > 1 else ""
+        return (
+            f"fully sharded over {plan.fsdp} rank{'s' if plan.fsdp > 1 else ''}{replicas}, zero {self._level}, "
+            f"{len(units)} units (the largest {as_text(largest.bytes)}); on a rank: parameters "
+            f"{as_text(whole / plan.fsdp)}, up to {as_text(gathered)} while gathered; gradients "
+            f"{as_text(gradients[self._when])}, {when[self._when]} (reduce={other!r}: "
+            f"{as_text(gradients[other])}); AdamW's state {as_text(_OPTIMIZER_COPIES * trained / plan.fsdp)}"
+        )
+
+
+_KNOWS_NO_SHARDS = {
+    "Adafactor": "divides by norms of whole rows and columns, which torch cannot do for sharded parameters",
+    "Muon": "multiplies whole matrices in bf16, which torch rounds differently, by percents of a step, if they are "
+    "sharded",
+}
+
+
+def _shard_of(held: Held) -> torch.Tensor:
+    if not is_spread(held.tensor):
+        return held.tensor
+    return nn.Parameter(local(held.tensor).detach(), requires_grad=held.tensor.requires_grad)
+
+
+def _offloaded(plan: Plan, units: Sequence[Unit]) -> frozenset[str]:
+    if not plan.offloads_parameters:
+        return frozenset()
+    from paraflow.plugins.cpu_offload import chosen_units
+
+    return frozenset(chosen_units(units, plan.cpu_offload))
+
+
+def _reduced_in(plan: Plan, gather_dtype: str | None) -> torch.dtype | None:
+    if plan.comm_hook is not None and plan.data_ranks > 1:
+        return _DTYPES[plan.comm_hook]
+    return torch.float32 if gather_dtype is not None else None
+
+
+def from_plan(plan: Plan, options: Mapping[str, Any]) -> FSDP | None:
+    """Returns the plugin that a plan asks for, or None."""
+    return FSDP(plan.fsdp, **options) if plan.fsdp > 1 or plan.offloads_parameters else None

@@ -1,0 +1,196 @@
+"""The units of a model: submodules whose parameters are gathered, used and let go of together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from paraflow.errors import ModelError
+
+Asked = Sequence[str | type[nn.Module]]
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_REPEATING = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_USED_ELSEWHERE = (nn.Embedding, nn.EmbeddingBag)
+_SMALLEST_SHARE = 1 / 32
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A submodule whose parameters are sharded and gathered together.
+
+    Attributes:
+        name: Its name in the model; ``""`` is what no other unit holds.
+        bytes: The bytes of its parameters, without those of units inside it.
+        module: The submodule.
+    """
+
+    name: str
+    bytes: int
+    module: nn.Module
+
+
+def find_units(model: nn.Module, asked: Asked | None = None) -> list[Unit]:
+    """Returns the units of a model, in its order; what is left belongs to the whole, which is no unit of the list.
+
+    Without a choice these are the repeated blocks (children of one class in a ModuleList, ModuleDict or Sequential),
+    and of the rest each layer that holds a large share of the bytes. Embeddings are left to the whole: their weight is
+    often used outside of their forward. So is a module that shares a parameter with another outside of it: tied weights
+    stay in one unit.
+
+    Args:
+        model: The user's module; it may be on the meta device.
+        asked: Module classes, names, or patterns of names in which ``*`` stands for one part (``"blocks.*"``); an empty
+            list asks for no units. None takes the model's attribute ``fsdp_units`` if it has one.
+
+    Raises:
+        ModelError: What was asked for matches nothing, has no forward, or shares a parameter with what is outside.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        >>> [unit.name for unit in find_units(model)]
+        ['0', '2']
+        >>> [unit.name for unit in find_units(model, ["2"])]
+        ['2']
+    """
+    if asked is None:
+        asked = getattr(model, "fsdp_units", None)
+    chosen = _automatic(model) if asked is None else _asked_for(model, asked)
+    for name, module in chosen.items():
+        _require_one_dtype(name, module.parameters())
+    return [Unit(name, _own_bytes(module, chosen.values()), module) for name, module in chosen.items()]
+
+
+def rest_of(model: nn.Module, units: Sequence[Unit]) -> Unit:
+    """Returns what no unit holds, as a unit called ``""``."""
+    inside = {id(parameter) for unit in units for parameter in unit.module.parameters()}
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+    _require_one_dtype("", rest)
+    return Unit("", sum(parameter.nbytes for parameter in rest), model)
+
+
+def _automatic(model: nn.Module) -> dict[str, nn.Module]:
+    smallest = sum(parameter.nbytes for parameter in model.parameters()) * _SMALLEST_SHARE
+    owners = _owners(model)
+    found: dict[str, nn.Module] = {}
+
+    def visit(name: str, module: nn.Module) -> None:
+        repeated = _repeated(module)
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            layer = _is_layer(child)
+            large = layer and sum(parameter.nbytes for parameter in child.parameters()) >= smallest
+            block = not layer and type(child) in repeated and not isinstance(child, _CONTAINERS)
+            if (large or block) and not isinstance(child, _USED_ELSEWHERE) and not _shared(child, owners):
+                found[path] = child
+            elif not layer:
+                visit(path, child)
+
+    if not _is_layer(model):
+        visit("", model)
+    return found
+
+
+def _repeated(module: nn.Module) -> set[type]:
+    """The classes of which a container holds several."""
+    if not isinstance(module, _REPEATING):
+        return set()
+    # Not children(), which leaves out a block that is there twice.
+    counts = Counter(type(child) for child in module._modules.values() if child is not None and _has_parameters(child))
+    return {kind for kind, count in counts.items() if count > 1}
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether a module is used as one: no part of it runs by itself, or it uses the weights of its parts directly."""
+    whole = isinstance(module, nn.MultiheadAttention) or hasattr(module, "parametrizations")
+    return whole or not any(_has_parameters(child) for child in module.children())
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _owners(model: nn.Module) -> dict[int, set[int]]:
+    """The modules that have a parameter as their own, by the parameter."""
+    owners: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), set()).add(id(module))
+    return owners
+
+
+def _shared(module: nn.Module, owners: dict[int, set[int]]) -> bool:
+    """Whether a parameter inside a module belongs to a module outside of it, too."""
+    inside = {id(part) for part in module.modules()}
+    return any(not owners[id(parameter)] <= inside for parameter in module.parameters())
+
+
+def _asked_for(model: nn.Module, asked: Asked) -> dict[str, nn.Module]:
+    if isinstance(asked, (str, type)):
+        asked = [asked]
+    named = {name: module for name, module in model.named_modules() if name}
+    wanted: set[str] = set()
+    for one in asked:
+        wanted.update(_matches(model, named, one))
+    chosen = {name: named[name] for name in named if name in wanted and _has_parameters(named[name])}
+    owners = _owners(model)
+    for name, module in chosen.items():
+        _require_unit(name, module, owners)
+    return chosen
+
+
+def _matches(model: nn.Module, named: dict[str, nn.Module], one: str | type[nn.Module]) -> list[str]:
+    if isinstance(one, str):
+        found = [name for name in named if _fits(name, one)]
+    elif isinstance(one, type) and issubclass(one, nn.Module):
+        found = [name for name, module in named.items() if isinstance(module, one)]
+    else:
+        raise ModelError(f"A unit is a module class or a pattern of module names, not {one!r}.")
+    if not found:
+        said = one if isinstance(one, str) else one.__name__
+        raise ModelError(
+            f"No module of {type(model).__name__} matches the unit {said!r}; there are "
+            f"{_told(named)}. '*' stands for one part of a name."
+        )
+    return found
+
+
+def _fits(name: str, pattern: str) -> bool:
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def _told(named: dict[str, nn.Module]) -> str:
+    names = [f"{name} ({type(module).__name__})" for name, module in named.items() if _has_parameters(module)]
+    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+
+
+def _require_unit(name: str, module: nn.Module, owners: dict[int, set[int]]) -> None:
+    if isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward:
+        raise ModelError(f"{name} is a {type(module).__name__}, which has no forward; write units=['{name}.*'].")
+    if _shared(module, owners):
+        raise ModelError(
+            f"{name} shares a parameter with a module outside of it, and tied weights must be in one unit. Name a "
+            "module that holds both, or leave it out: what no unit holds is sharded with the whole."
+        )
+
+
+def _require_one_dtype(name: str, parameters: Iterable[nn.Parameter]) -> None:
+    dtypes = {parameter.dtype for parameter in parameters if parameter.requires_grad}
+    if len(dtypes) > 1:
+        where = f"The unit {name}" if name else "What no unit holds"
+        raise ModelError(
+            f"{where} has parameters of {', '.join(sorted(map(str, dtypes)))}, which cannot be sharded together. "
+            "Convert the model to one dtype, or name units that hold one dtype each: FSDP(units=[...])."
+        )
+
+
+def _own_bytes(module: nn.Module, units: Iterable[nn.Module]) -> int:
+    parts = {id(part) for part in module.modules()} - {id(module)}
+    inner = {id(parameter) for unit in units if id(unit) in parts for parameter in unit.parameters()}
+    return sum(parameter.nbytes for parameter in module.parameters() if id(parameter) not in inner)

@@ -1,0 +1,6 @@
+"""What backward needs of a block: kept, computed again, or waiting on the host."""
+
+from paraflow.recompute.blocks import matching_blocks, repeated_blocks
+from paraflow.recompute.treated import TreatedBlocks, TreatedSteps
+
+__all__ = ["TreatedBlocks", "TreatedSteps", "matching_blocks", "repeated_blocks"]

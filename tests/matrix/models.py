@@ -1,0 +1,133 @@
+"""Tiny models with repeated blocks, whose sizes four ranks do not divide, and their data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import paraflow as pf
+
+IGNORED = -100
+WIDTH, CLASSES, TOKENS = 7, 5, 6
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 10), nn.Linear(10, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+class Classes(pf.Model):
+    """Three blocks between a stem and a head."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.stem = nn.Linear(6, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
+        self.head = nn.Linear(WIDTH, CLASSES)
+        # A large epsilon: where a gradient is next to nothing, Adam would divide one rounding by another.
+        self.configure(optimizer="adamw", lr=1e-2, eps=1e-4, loss="cross_entropy", metrics=["accuracy"])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Words(pf.Model):
+    """Tokens in, tokens out, one table for both; the loss is a sum over the tokens that are not masked."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.table = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+        self.configure(optimizer="adamw", lr=1e-2, eps=1e-4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.table(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        logits = self(x).flatten(0, 1)
+        total = functional.cross_entropy(logits, y.flatten(), ignore_index=IGNORED, reduction="sum")
+        return total, (y != IGNORED).sum()
+
+
+def frozen() -> Classes:
+    """The stem, a whole block and one layer of another are frozen."""
+    model = Classes()
+    for part in (model.stem, model.blocks[0], model.blocks[1].up):
+        part.requires_grad_(False)
+    return model
+
+
+def rows(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(count, 6, generator=generator), torch.randint(0, CLASSES, (count,), generator=generator)
+
+
+def words(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of six tokens, of which some have all targets masked and some none."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randint(0, 11, (count, TOKENS), generator=generator)
+    y = torch.randint(0, 11, (count, TOKENS), generator=generator)
+    lengths = torch.randint(0, TOKENS + 1, (count,), generator=generator)
+    lengths[::7] = 0
+    y[torch.arange(TOKENS)[None, :] >= lengths[:, None]] = IGNORED
+    return x, y
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of run: its model, its data, and what is done besides training.
+
+    Attributes:
+        model: Makes the model.
+        data: Makes so many samples.
+        count: The samples of an epoch, in batches of eight.
+        callbacks: Makes the callbacks.
+        resumes: Whether the run goes on from what one device has saved.
+        reads: Whether it evaluates and predicts afterwards.
+        random: Whether ranks draw random numbers of their own while they train.
+    """
+
+    model: Callable[[], nn.Module] = Classes
+    data: Callable[[int], Any] = rows
+    count: int = 24
+    callbacks: Callable[[], list[pf.Callback]] = list
+    resumes: bool = False
+    reads: bool = False
+    random: bool = False
+
+
+CASES: dict[str, Case] = {
+    "plain": Case(),
+    "tied": Case(lambda: Words(tied=True), words),
+    "frozen": Case(frozen),
+    "dropout": Case(lambda: Classes(dropout=0.3), random=True),
+    "uneven": Case(count=19),  # a last batch of three: one of four ranks has no sample
+    "counted": Case(lambda: Words(tied=False), words, count=22),
+    "ema": Case(callbacks=lambda: [pf.callbacks.EMA(decay=0.5)]),
+    "evaluate": Case(reads=True),
+    "resume": Case(resumes=True),
+}
+"""By the `run` of a feature (`paraflow.compatibility`)."""

@@ -1,0 +1,43 @@
+"""Each pair of the compatibility table: trains as one process does, or is refused by its own rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import paraflow as pf
+from paraflow.compatibility import Pair, pairs
+from tests.matrix.comparison import assert_loads_alike, assert_trained_alike
+from tests.matrix.models import CASES
+from tests.matrix.training import BATCH, Job, trainer_of
+
+ALL = list(pairs())
+
+
+def _marked(pair: Pair) -> Any:
+    return pytest.param(pair, id=pair.name, marks=[pytest.mark.slow] if "compile" in pair.fields else [])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("pair", [_marked(pair) for pair in ALL if pair.verdict.legal])
+def test_a_legal_pair_trains_as_one_process_does(trained: Callable[[Pair], Any], pair: Pair) -> None:
+    outcome, folder = trained(pair)
+    assert_trained_alike(pair, outcome)
+    assert_loads_alike(pair, outcome, folder)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("pair", [pytest.param(p, id=p.name) for p in ALL if not p.verdict.legal])
+def test_an_illegal_pair_is_refused_by_its_rule(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": pair.ranks, "LOCAL_WORLD_SIZE": pair.ranks}.items():
+        monkeypatch.setenv(name, str(value))
+    case = CASES[pair.run]
+    with pytest.raises(pf.PlanError) as caught:
+        trainer_of(Job(pair.fields, pair.run)).fit(case.model(), case.data(case.count), batch_size=BATCH)
+    assert not dist.is_initialized()
+    assert caught.value.rule == pair.verdict.broken[0].id
+    for rule in pair.verdict.broken:
+        assert rule.explain(pair.verdict.facts) in str(caught.value)
