@@ -2,9 +2,9 @@
 
 For each shape and budget, the cost model chooses what becomes of each block. What it chose, and the rules of thumb, are
 run in one process, turn by turn; the peak of a step's memory besides parameters and gradients is exact, from torch's
-record of each allocation. A choice must meet every budget that can be met, and be the fastest of all that meet it;
-faster by less than what a second copy of keeping all differs from the first is no difference. Seconds are processor
-time of one thread, so that what else the machine does is not in them.
+record of each allocation. A choice must meet every budget that can be met, and be the fastest of all that meet it; a
+difference no larger than that between two copies of keeping all, in the median of the rounds, is none. Seconds are
+processor time of one thread, so that what else the machine does is not in them.
 
     OMP_NUM_THREADS=1 python benchmarks/recomputation.py [--rounds 9] [--small]
 """
@@ -116,7 +116,7 @@ def compare(chain: Chain, rounds: int) -> bool:
         for contender in found:
             contender.seconds.append(contender.run())
     keep, twin = found[:2]
-    noise = max(abs(_ratio(twin, keep) - 1), 0.01)
+    noise = _noise(twin, keep)
     print(f"\n{chain.name}: {len(chain.blocks)} blocks, measured in {took:.2f} s; noise {noise:.1%}")
     print(f"{'':26}{'budget':>10}{'peak':>10}{'predicted':>11}{'step':>10}{'ratio':>8}{'predicted':>11}  verdict")
     held = True
@@ -141,6 +141,12 @@ def _verdict(auto: Contender, budget: int, others: list[Contender], keep: Conten
 def _ratio(one: Contender, other: Contender) -> float:
     """Paired by round: what slows the machine for a while slows both."""
     return statistics.median(a / b for a, b in zip(one.seconds, other.seconds, strict=True))
+
+
+def _noise(twin: Contender, keep: Contender) -> float:
+    """How far apart two that are the same come to lie: half of their rounds by no more than this."""
+    apart = statistics.median(abs(a / b - 1) for a, b in zip(twin.seconds, keep.seconds, strict=True))
+    return max(apart, 0.01)
 
 
 def _print_row(one: Contender, budget: int | None, keep: Contender, profile: Profile, verdict: str) -> None:

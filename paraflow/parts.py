@@ -63,6 +63,16 @@ def writes(tensor: torch.Tensor) -> bool:
     )
 
 
+def keep_on_host(tensor: torch.Tensor) -> None:
+    """Says of a tensor that has no values yet that they belong on the host, whatever the run's device."""
+    tensor._paraflow_on_host = True  # type: ignore[attr-defined]
+
+
+def lives_on_host(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values belong on the host, whatever the run's device."""
+    return getattr(tensor, "_paraflow_on_host", False)
+
+
 def as_part(held: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of something that is laid out as another tensor is, seen as a sharded tensor.
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from paraflow.births import Birth, forget, recorded, tensors_of
 from paraflow.errors import ModelError
-from paraflow.parts import as_part, box_of, is_spread
+from paraflow.parts import as_part, box_of, is_spread, lives_on_host
 
 _HOST = torch.device("cpu")
 
@@ -43,14 +43,13 @@ def _give_values(module: nn.Module, births: Mapping[str, Birth], device: torch.d
     waiting = [(name, tensor) for name, tensor in tensors_of(module) if tensor.is_meta]
     if not waiting:
         return
-    on_host = _kept_on_host(module)
     for name, tensor in waiting:
         if name not in births:
             raise ModelError(
                 f"{name} is on the meta device, and nothing gives it a value. Build the model inside "
                 "`with pf.deferred_init():`."
             )
-        value = _value_for(tensor, births[name], _HOST if id(tensor) in on_host else device)
+        value = _value_for(tensor, births[name], _HOST if lives_on_host(tensor) else device)
         _put(module, name, tensor, value)
     _give_to_attributes(module, device)
 
@@ -94,17 +93,3 @@ def _give_to_attributes(module: nn.Module, device: torch.device) -> None:
             birth = recorded(tensor) if isinstance(tensor, torch.Tensor) and tensor.is_meta else None
             if birth is not None:
                 setattr(owner, key, _value_for(tensor, birth, device))
-
-
-def _kept_on_host(module: nn.Module) -> set[int]:
-    """The parameters whose shards `fully_shard` was told to keep on the host."""
-    kept: set[int] = set()
-    for layer in module.modules():
-        state_of = getattr(layer, "_get_fsdp_state", None)
-        if state_of is None:
-            continue
-        state = state_of()
-        one = getattr(state, "_fsdp_param_group", None)
-        groups = getattr(state, "_fsdp_param_groups", None) or ([] if one is None else [one])
-        kept.update(id(p.sharded_param) for group in groups for p in group.fsdp_params if p.offload_to_cpu)
-    return kept

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from paraflow.checkpoint.folders import PREFIX, find, saved_in
-from paraflow.checkpoint.format import is_checkpoint, written_at
+from paraflow.checkpoint.folders import find
+from paraflow.checkpoint.format import written_at
 from paraflow.checkpoint.image import take_apart
 from paraflow.checkpoint.reading import take, verify
 from paraflow.checkpoint.stored import Stored
@@ -102,38 +102,18 @@ class Contents:
         plain["tensors"] = [vars(tensor) for tensor in self.tensors]
         if not tensors:
             del plain["tensors"]
-        return {key: _plain(value) for key, value in plain.items()}
+        return {key: as_plain(value) for key, value in plain.items()}
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A checkpoint in a folder of them.
-
-    Attributes:
-        path: The checkpoint.
-        contents: What is in it; None where it cannot be read.
-        problem: What is wrong with it, as far as was looked.
-        value: What was measured at its step, as the newest readable checkpoint of the folder has it.
-        marks: ``"best"``, ``"last"``, both or neither.
-    """
-
-    path: Path
-    contents: Contents | None
-    problem: str
-    value: float | None
-    marks: tuple[str, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns it as plain data that JSON can hold."""
-        contents = {} if self.contents is None else self.contents.as_dict(tensors=False)
-        own = {"path": str(self.path), "problem": self.problem, "value": self.value, "marks": self.marks}
-        return {**contents, **{key: _plain(value) for key, value in own.items()}}
-
-
-def is_folder_of_checkpoints(path: str | Path) -> bool:
-    """Whether a path is no checkpoint itself, but has some in it."""
-    folder = Path(path)
-    return not is_checkpoint(folder) and folder.is_dir() and bool(saved_in(folder))
+def as_plain(value: Any) -> Any:
+    """Returns data that JSON can hold: NaN as None, an infinity as a string."""
+    if isinstance(value, Mapping):
+        return {key: as_plain(child) for key, child in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_plain(child) for child in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value
 
 
 def contents(path: str | Path, *, best: bool = False, checksums: bool = False) -> Contents:
@@ -154,7 +134,7 @@ def contents(path: str | Path, *, best: bool = False, checksums: bool = False) -
     except CheckpointError as error:
         raise CheckpointError(problem or str(error)) from error
     callbacks = _mapping(state, "callbacks")
-    savers = [one for one in callbacks.values() if isinstance(one, dict) and isinstance(one.get("values"), dict)]
+    savers = [one for one in callbacks.values() if isinstance(one, dict) and {"saved", "values"} <= one.keys()]
     files = {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.is_file()}
     return Contents(
         path=folder,
@@ -177,36 +157,6 @@ def contents(path: str | Path, *, best: bool = False, checksums: bool = False) -
     )
 
 
-def entries(path: str | Path, *, checksums: bool = False) -> list[Entry]:
-    """Returns the checkpoints in a folder, in the order in which they were written; damaged ones too.
-
-    Args:
-        path: The folder.
-        checksums: Whether all files are read and compared with their checksums.
-    """
-    inside = saved_in(Path(path))
-    found: dict[Path, Contents | CheckpointError] = {}
-    for part in inside:
-        try:
-            found[part] = contents(part, checksums=checksums)
-        except CheckpointError as error:
-            found[part] = error
-    newest = next((one for part in reversed(inside) if isinstance(one := found[part], Contents)), None)
-    values = {} if newest is None else newest.values
-    steps = set() if newest is None else {one["step"] for one in newest.best.values()}
-    best = [part for part in inside if _step(part) in steps][-1:]
-    return [
-        Entry(
-            path=part,
-            contents=one if isinstance(one, Contents) else None,
-            problem=one.problem if isinstance(one, Contents) else str(one),
-            value=values.get(_step(part)),
-            marks=tuple(mark for mark, those in (("best", best), ("last", inside[-1:])) if part in those),
-        )
-        for part, one in found.items()
-    ]
-
-
 def _problem(folder: Path, checksums: bool) -> str:
     try:
         if checksums:
@@ -219,10 +169,6 @@ def _problem(folder: Path, checksums: bool) -> str:
         return f"The checksums of {str(folder)!r} cannot be read: {error}."
     missing = [name for name in names if not (folder / name).is_file()]
     return f"{str(folder)!r} is no whole checkpoint: it has no {' and no '.join(missing)}." if missing else ""
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix(PREFIX))
 
 
 def _mapping(state: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -277,7 +223,7 @@ def _best(callback: Any) -> dict[str, Any] | None:
     values = callback.get("values")
     value = values.get(step) if isinstance(values, dict) else callback.get("best")
     monitor = {"monitor": callback["monitor"]} if callback.get("monitor") else {}
-    return {**monitor, "step": step, "value": value}
+    return {**monitor, "step": step, "value": value if isinstance(value, (int, float)) else None}
 
 
 def _tensor(name: str, tensor: Stored | torch.Tensor) -> Tensor:
@@ -287,13 +233,3 @@ def _tensor(name: str, tensor: Stored | torch.Tensor) -> Tensor:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(child) for key, child in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(child) for child in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else str(value)
-    return value

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paraflow.checkpoint.contents import Contents, Entry, contents, entries, is_folder_of_checkpoints
+from paraflow.checkpoint.contents import Contents, contents
+from paraflow.checkpoint.listing import Entry, entries, is_folder_of_checkpoints
 from paraflow.plan_memory import as_text
 
 if TYPE_CHECKING:
@@ -86,8 +87,9 @@ def _show_folder(entries: Sequence[Entry], console: Console) -> None:
         one = entry.contents
         facts = ("", "", "") if one is None else (str(one.step), one.written_text[:19], as_text(one.size))
         value = "" if entry.value is None else f"{entry.value:.5g}"
-        marks = [*entry.marks, *(["damaged"] if entry.problem else [])]
-        table.add_row(entry.path.name, *facts, value, ", ".join(marks), style="red" if entry.problem else None)
+        state = "damaged" if entry.problem else "intact" if one is not None and one.verified else ""
+        marks = ", ".join(filter(None, (*entry.marks, state)))
+        table.add_row(entry.path.name, *facts, value, marks, style="red" if entry.problem else None)
     console.print(table)
 
 

@@ -41,12 +41,12 @@ class Cast:
         return prod(self.shape) * self.dtype.itemsize
 
     def rows(self, most: int) -> Iterator[torch.Tensor]:
-        """Reads the whole, some rows at a time: as many as fit in so many bytes before they are converted.
+        """Reads the whole, some rows at a time: as many as fit in so many bytes with what the conversion takes.
 
         Raises:
             CheckpointError: A number is too large for the dtype.
         """
-        for part in self.source.rows(most):
+        for part in self.source.rows(most // 4):
             converted = part.to(self.dtype)
             if not torch.equal(part.isinf(), converted.isinf()):
                 raise CheckpointError(

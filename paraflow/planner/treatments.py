@@ -114,7 +114,7 @@ def _with_operations(block: BlockProfile, costs: Costs) -> list[Option]:
 
 
 def _whole_with(block: BlockProfile, kept: Sequence[Operation]) -> int:
-    """What is there at once in a block's backward where some outputs are held until its end, not until they are used."""
+    """What is there at once in a block's backward: what is kept of operations is held until its end."""
     chosen = {(op.name, op.occurrence) for op in kept}
     whole, later = block.whole, 0
     for op in reversed(block.operations):

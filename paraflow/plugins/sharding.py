@@ -13,6 +13,7 @@ from torch import nn
 from paraflow.collectives import broadcast
 from paraflow.data.batch import children
 from paraflow.errors import ModelError
+from paraflow.parts import keep_on_host
 from paraflow.plugins.units import Unit
 
 if TYPE_CHECKING:
@@ -131,6 +132,9 @@ def shard(model: nn.Module, units: Sequence[Unit], layout: Layout) -> Sharding:
         root, mesh=layout.mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=_offload("", layout)
     )
     sharding = Sharding(root, layout)
+    for held in sharding.sharded():
+        if held.offload_to_cpu:
+            keep_on_host(held.sharded_param)
     model.__dict__[_MARK] = sharding  # not as a submodule
     return sharding
 

@@ -59,11 +59,8 @@ def test_transformers_takes_a_checkpoint_of_shards(trained: Any, tmp_path: Path,
     model, report = getattr(transformers, KINDS[kind]).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(report.values())
     assert all(torch.equal(value, weights[kind][name]) for name, value in model.state_dict().items())
-    theirs, mine = (
-        json.loads((tmp_path / place / "config.json").read_text())
-        for place in ("theirs", "out")
-        if (model.save_pretrained(tmp_path / "theirs") is None)
-    )
+    model.save_pretrained(tmp_path / "theirs")
+    theirs, mine = (json.loads((tmp_path / place / "config.json").read_text()) for place in ("theirs", "out"))
     assert theirs.items() <= mine.items()
     assert (tmp_path / "out" / "generation_config.json").exists() == model.can_generate()
     # The names are those that transformers writes: a tied weight is there once.
@@ -74,10 +71,11 @@ def test_transformers_takes_a_checkpoint_of_shards(trained: Any, tmp_path: Path,
     ]
     assert len(shards) > 3
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    sizes = {file.name: sum(tensor.nbytes for tensor in load_file(file).values()) for file in shards}
+    tensors = {file.name: load_file(file) for file in shards}
+    sizes = {name: sum(tensor.nbytes for tensor in inside.values()) for name, inside in tensors.items()}
     assert index["metadata"]["total_size"] == sum(sizes.values()) == done.bytes
-    assert max(sizes.values()) <= 4000
-    assert set(index["weight_map"].values()) == set(sizes)
+    assert all(size <= 4000 or len(tensors[name]) == 1 for name, size in sizes.items())
+    assert index["weight_map"] == {weight: name for name, inside in tensors.items() for weight in inside}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -198,7 +196,7 @@ def test_refusals_are_sentences(tmp_path: Path) -> None:
     assert result.stderr.startswith("paraflow export: The checkpoint ")
     assert "is damaged: tensors-00000.safetensors changed" in result.stderr
     tensors.unlink()
-    with pytest.raises(pf.CheckpointError, match="no whole checkpoint: it has no tensors-00000.safetensors"):
+    with pytest.raises(pf.CheckpointError, match=r"no whole checkpoint: it has no tensors-00000\.safetensors"):
         export(home, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.safetensors", "run"]
 
@@ -207,7 +205,7 @@ def test_several_averages_are_told_apart(tmp_path: Path) -> None:
     averages = {"first.weight": torch.ones(3, 3), "second.weight": torch.ones(3, 3)}
     kept = {"EMA-1": {"averages": averages}, "StochasticWeightAveraging-1": {"averages": averages}}
     folder = saved(tmp_path / "a", callbacks=kept)
-    with pytest.raises(pf.CheckpointError, match="averages of EMA-1 and StochasticWeightAveraging-1. Name one of them"):
+    with pytest.raises(pf.CheckpointError, match=r"of EMA-1 and StochasticWeightAveraging-1\. Name one of them"):
         export(folder, tmp_path / "out", averages=True)
     with pytest.raises(pf.CheckpointError, match="no averages of 'Other': it has those of EMA-1 and"):
         export(folder, tmp_path / "out", averages="Other")

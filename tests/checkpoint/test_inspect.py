@@ -86,7 +86,7 @@ def test_it_is_printed(home: Path) -> None:
     facts = dict(line.split("  ", 1) for line in lines if not line.startswith(" ") and "  " in line)
     assert facts["step"].strip() == "6, 3 complete epochs"
     assert facts["plan"].strip() == "fsdp=2, clip_norm=1.0"
-    assert facts["weights"].strip() == "163 float32"
+    assert facts["weights"].strip() == "107 float32"
     assert facts["best"].strip().startswith("val_loss ")
     assert facts["best"].endswith(" at step 2 (Checkpoint-1)")
     assert facts["checksums"].strip() == "not compared (--verify does); all files are there"
@@ -109,6 +109,7 @@ def test_a_folder_has_a_line_for_each(home: Path) -> None:
     ]
     values = [float(line[6]) for line in lines[2:]]
     assert values == sorted(values, reverse=True)
+    assert [line.split()[-1] for line in inspect(home, "--verify").stdout.splitlines()[2:]] == ["intact"] * 3
 
 
 def test_what_is_not_whole_is_shown_all_the_same(home: Path) -> None:
@@ -125,7 +126,7 @@ def test_what_is_not_whole_is_shown_all_the_same(home: Path) -> None:
     assert inspect(home / "step-00000006").exit_code == 0
     one = inspect(home / "step-00000006", "--verify")
     assert one.exit_code == 1
-    assert "163 float32" in one.stdout
+    assert "107 float32" in one.stdout
     assert "do not hold" in one.stdout
     gone = inspect(home / "step-00000004")
     assert gone.exit_code == 1

@@ -22,6 +22,7 @@ def _marked(pair: Pair) -> Any:
 
 
 @pytest.mark.matrix
+@pytest.mark.timeout(600)  # the first of a strategy's tests trains all its pairs
 @pytest.mark.parametrize("pair", [_marked(pair) for pair in ALL if pair.verdict.legal])
 def test_a_legal_pair_trains_as_one_process_does(trained: Callable[[Pair], Any], pair: Pair) -> None:
     outcome, folder = trained(pair)

@@ -171,6 +171,17 @@ def test_a_block_that_changes_its_input_is_not_run_again() -> None:
     assert [option.treatment.kind for option in options(block, Costs())] == ["keep"]
 
 
+def test_what_is_kept_of_operations_is_there_until_the_end_of_the_blocks_backward() -> None:
+    calls = tuple(
+        Operation(f"aten.{name}.default", 0, seconds, 20, there=there)
+        for name, seconds, there in (("first", 1.0, 95), ("second", 3.0, 100))
+    )
+    block = BlockProfile("0", kept=90, input=10, whole=100, seconds=4.0, again=4.0, operations=calls)
+    ways = {option.treatment.operations: option for option in options(block, FREE)}
+    assert ways[(("aten.second.default", 0),)].whole == 120
+    assert ways[()].whole == 100
+
+
 def test_ranks_can_agree_on_the_figures() -> None:
     profile = random_profile(random.Random(1), 3)
     doubled = profile.with_numbers([2 * figure for figure in profile.numbers()])
