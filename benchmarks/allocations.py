@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,16 +83,18 @@ class Followed:
 
     Attributes:
         before: Bytes by kind before the step: what is there between steps, gradients included.
-        at_peak: Bytes by kind at the moment at which the device holds most.
-        peak: Their sum.
+        most: The most bytes of each kind, each at a moment of its own.
+        peak: The most that the device holds at once.
+        parameters: The most that parameters take, gathered ones included.
         states: The most that the model's states take at once, gathered parameters included.
         update: The most that the optimizer's step takes beside what is there when it begins.
         host: The most that the host holds, where it is another side.
     """
 
     before: dict[str, int]
-    at_peak: dict[str, int] = field(default_factory=dict)
+    most: dict[str, int]
     peak: int = 0
+    parameters: int = 0
     states: int = 0
     update: int = 0
     host: int = 0
@@ -193,7 +195,7 @@ _Change = tuple[int, Block] | str
 
 def _add_up(before: Sequence[Block], there: Sequence[Block], changes: Sequence[_Change]) -> Followed:
     device, host = _by_kind(there), sum(block.size for block in there if block.on_host)
-    found = Followed(_by_kind(before), dict(device), sum(device.values()), host=host)
+    found = Followed(_by_kind(before), dict(device), host=host)
     at_update: int | None = None
     for change in changes:
         if isinstance(change, str):
@@ -205,10 +207,10 @@ def _add_up(before: Sequence[Block], there: Sequence[Block], changes: Sequence[_
         else:
             device[block.kind or TRANSIENT] += sign * block.size
         total = sum(device.values())
-        found.host = max(found.host, host)
+        found.host, found.peak = max(found.host, host), max(found.peak, total)
+        found.most = {kind: max(size, found.most[kind]) for kind, size in device.items()}
+        found.parameters = max(found.parameters, device[PARAMETERS] + device[GATHERED])
         found.states = max(found.states, sum(device[kind] for kind in STATES))
-        if total > found.peak:
-            found.peak, found.at_peak = total, dict(device)
         if at_update is not None:
             found.update = max(found.update, total + host - at_update)
     return found

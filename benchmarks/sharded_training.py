@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.nn import functional
 
 import paraflow as pf
 
+RANKS = 4
 LEARNING_RATE = 1e-4
 FOLLOWED = 1
 """The step that is followed, from 0: the first makes the optimizer's state."""
@@ -39,7 +42,11 @@ class Shape:
     tokens: int = 16
 
     def model(self) -> Any:
-        """Returns the model, with AdamW."""
+        """Returns the model, with AdamW: a copy, since so many random numbers take seconds."""
+        return copy.deepcopy(self._original())
+
+    @cache  # noqa: B019  # there are two shapes
+    def _original(self) -> Any:
         pf.seed(0)
         config = pf.models.CausalLMConfig(
             vocab_size=self.vocab,
@@ -145,7 +152,7 @@ class Plain:
         self._zero = zero
 
     def step(self, recorder: Recorder | None = None) -> None:
-        """Makes one step."""
+        """Makes one step, and marks its moments where it is followed."""
         self._optimizer.zero_grad()
         for index, tokens in enumerate(self._micro_batches):
             last = index == len(self._micro_batches) - 1
@@ -212,15 +219,8 @@ def take_turns(shape: Shape, batch_size: int, turns: int) -> list[tuple[float, f
     """Returns the seconds of a plain step and of Paraflow's that followed it, turn by turn."""
     clock = Turns(lambda: Plain(shape, batch_size, 3).step)
     warm_up = 2
-    fit(shape, batch_size, warm_up + turns + 1, [clock], fsdp=dist_world_size())
+    fit(shape, batch_size, warm_up + turns + 1, [clock], fsdp=RANKS)
     return clock.pairs[warm_up:]
-
-
-def dist_world_size() -> int:
-    """The number of ranks, also before they have met."""
-    from paraflow.launch.environment import world_size
-
-    return world_size()
 
 
 def sizes(model: nn.Module) -> tuple[int, int, int]:

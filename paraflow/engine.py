@@ -126,7 +126,8 @@ class Engine:
         return not self._overriding("run_micro_batches")
 
     def _place_model(self) -> None:
-        self._before = dict(self.module.named_parameters())
+        given = isinstance(self.task.recipe.optimizer, torch.optim.Optimizer)
+        self._before = dict(self.module.named_parameters()) if given else {}  # else replaced parameters can go
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self.module.state_dict().items()}
         if not self._overriding("partitioned_over") and any(is_spread(p) for p in self.module.parameters()):
             raise ModelError(
@@ -200,10 +201,9 @@ class Engine:
         """An optimizer that was made before a plugin replaced parameters is given their replacements."""
         now = dict(self.module.named_parameters())
         replaced = {id(old): now[name] for name, old in self._before.items() if name in now and now[name] is not old}
-        if not replaced:
-            return
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups if replaced else ():
             group["params"] = [replaced.get(id(p), p) for p in group["params"]]
+        self._before = {}
 
     def train_step(self, batch: Batch) -> StepResult:
         """Runs one optimizer step on this rank's share of a batch.

@@ -13,6 +13,7 @@ from paraflow.errors import PlanError
 from paraflow.plan import DEGREES, Plan
 
 _ADDS_RANKS = (*DEGREES, "ep")
+_OF_SEVERAL_RANKS = ("data_parallel", "fsdp")
 _NEEDS_A_PLUGIN = (*_ADDS_RANKS, "activation_checkpointing", "cpu_offload", "apply_groups")
 
 
@@ -46,6 +47,12 @@ class Facts:
     def unprovided(self) -> list[str]:
         """The fields that ask for a strategy which no plugin provides."""
         return [name for name in self.plan.changed() if name in _NEEDS_A_PLUGIN and name not in self.provided]
+
+    @property
+    def idle_options(self) -> list[str]:
+        """The plugins that the plan has options for and does not make; on one rank none is expected that adds ranks."""
+        alone = _OF_SEVERAL_RANKS if self.world_size == 1 else ()
+        return [name for name in self.plan.options if name not in (*self.plugins, *alone)]
 
     @property
     def model_ranks(self) -> int:
@@ -143,6 +150,12 @@ RULES: tuple[Rule, ...] = (
         lambda f: f.plan.zero != 3 and f.plan.fsdp == 1 and f.world_size > 1,
         "zero={f.plan.zero} says what fsdp shards, and fsdp=1 shards nothing.",
         "Write fsdp={f.world_size} too, or leave zero out.",
+    ),
+    Rule(
+        "options-without-plugin",
+        lambda f: bool(f.idle_options),
+        "The plan has options for {f.idle_options}, and no field of it asks for such a plugin.",
+        "Write the field that does (fsdp=, accumulate=, precision= and so on), or leave the options out.",
     ),
     Rule(
         "budget-without-choice",

@@ -55,13 +55,21 @@ def test_an_unknown_field_like_no_other_has_no_hint() -> None:
 @pytest.mark.parametrize("name", ["dp", "fsdp", "tp", "pp", "ep", "cp", "accumulate", "apply_groups"])
 @pytest.mark.parametrize("value", [0, -1, 2.0, "2", True, None])
 def test_degrees_are_whole_numbers(name: str, value: object) -> None:
-    with pytest.raises(PlanError, match=rf"{name} must be a whole number of at least 1, not"):
+    with pytest.raises(PlanError, match=rf"{name} must be a whole number of at least 1, "):
         Plan.from_dict({name: value})
 
 
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
+        ({"zero": 4}, r"zero must be one of 1, 2, 3, not 4"),
+        ({"activation_checkpointing": "some"}, r"must be one of 'full', .*, or a list of patterns .* not 'some'"),
+        ({"activation_checkpointing": []}, r"activation_checkpointing must be .* not \(\)"),
+        ({"memory_budget": "6 apples"}, r"memory_budget must be a number of bytes or a size such as '6GiB'.* not '6 a"),
+        ({"memory_budget": 0}, r"memory_budget must be .* not 0"),
+        ({"cpu_offload": "half"}, r"cpu_offload must be 'optimizer', 'params', a fraction .* not 'half'"),
+        ({"cpu_offload": 1.5}, r"cpu_offload must be .* not 1\.5"),
+        ({"cpu_offload": True}, r"cpu_offload must be .* not True"),
         ({"precision": "int8"}, r"precision must be one of 'fp32', 'bf16', 'fp16', not 'int8'"),
         ({"precision": ["bf16"]}, r"precision must be one of .* not"),
         ({"comm_hook": "fp8"}, r"comm_hook must be one of None, 'fp16', 'bf16', not 'fp8'"),
@@ -87,6 +95,7 @@ PLANS = [
     Plan(dp=4, accumulate=2, precision="bf16", comm_hook="fp16", compile=True, clip_norm=0.5),
     Plan(clip_norm=float("inf"), optimizer_implementation="for-loop"),
     Plan(activation_checkpointing=("block", "head"), cpu_offload="optimizer", apply_groups=3),
+    Plan(fsdp=2, zero=1, memory_budget="6GiB", activation_checkpointing="auto", cpu_offload=0.4, apply_groups="backward"),
     Plan(precision="fp16", options={"precision": {"initial_scale": 1024.0}, "data_parallel": {"static_graph": True}}),
 ]
 

@@ -58,6 +58,11 @@ BROKEN: dict[str, tuple[Facts, str, str]] = {
         "zero=1 says what fsdp shards",
         "Write fsdp=4 too",
     ),
+    "options-without-plugin": (
+        Facts(plan=Plan(dp=4, options={"fsdp": {"reduce": "last"}}), world_size=4, provided=DP),
+        "options for ['fsdp']",
+        "leave the options out",
+    ),
     "budget-without-choice": (
         Facts(plan=Plan(memory_budget="6GiB")),
         "memory_budget='6GiB' is what activations are to fit in",
@@ -88,6 +93,7 @@ LEGAL_RUNS: dict[str, Facts] = {
     "a batch that divides by nothing": Facts(plan=Plan(dp=3), world_size=3, batch_size=7, provided=DP),
     "ready-made batches": Facts(plan=Plan(dp=3, accumulate=5), world_size=3, batch_size=None, provided=DP),
     "one rank of what shards on more": Facts(plan=Plan(zero=1)),
+    "options of what several ranks have": Facts(plan=Plan(options={"data_parallel": {}, "fsdp": {}})),
     "bf16 on a CPU": Facts(plan=Plan(precision="bf16")),
     "one runner": Facts(plan=Plan(pp=2), world_size=2, provided=frozenset({"pp"}), runners=("pipeline",)),
     "experts add no ranks": Facts(plan=Plan(dp=2, ep=2), world_size=2, provided=frozenset({"dp", "ep"})),

@@ -69,6 +69,7 @@ SITUATIONS: tuple[Situation, ...] = (
         "bf16-on-device", "bf16 on a device without it", {"precision": "bf16"}, {"device": "cuda", "bf16": False}
     ),
     Situation("zero-without-fsdp", "a zero level and nothing sharded", {"dp": 4, "zero": 1}),
+    Situation("options-without-plugin", "options for a plugin that is not made", {"options": {"clipping": {}}}),
     Situation("budget-without-choice", "a budget and nothing that keeps to it", {"memory_budget": "6GiB"}),
     Situation(
         "budget-needs-auto",

@@ -55,6 +55,7 @@ class Sharding:
         self.root: Any = root
         self.layout = layout
         self._reduces, self._lets_go = True, True
+        self._were_gathered = False
 
     def set_reshard_after_forward(self, wanted: bool | int) -> None:
         """Whether units let go of what they gathered between forward and backward, or to how many ranks they shard it.
@@ -67,11 +68,21 @@ class Sharding:
 
     def before_backward(self, *, reduces: bool, lets_go: bool) -> None:
         """Whether the next backward reduces gradients, and whether it lets go of gathered parameters."""
+        if not reduces and self.layout.reduced_in is not None and not self._were_gathered:
+            self._gather_each()
         if reduces != self._reduces:
             self.root.set_requires_gradient_sync(reduces)
         if lets_go != self._lets_go:
             self.root.set_reshard_after_backward(lets_go)
         self._reduces, self._lets_go = reduces, lets_go
+
+    def _gather_each(self) -> None:
+        """Gathers every unit once: torch looks for gradients that wait in another dtype in units that never ran, too."""
+        self._were_gathered = True
+        for unit in self.units():
+            if any(not hasattr(held, "_unsharded_param") for held in _held_by(unit)):
+                unit.unshard()
+                unit.reshard()
 
     def let_go(self) -> None:
         """Frees what is still gathered: it would be stale once the shards have changed."""
@@ -89,14 +100,18 @@ class Sharding:
     def sharded(self) -> Iterator[Any]:
         """Returns what torch keeps of each parameter, unit by unit."""
         for unit in self.units():
-            for group in groups_of(unit._get_fsdp_state()):
-                yield from group.fsdp_params
+            yield from _held_by(unit)
 
     def reset(self) -> None:
         """Ends a forward that has raised, where torch can (from 2.13 on): the model can be used again."""
         if hasattr(self.root, "reset_iter_state"):
             with contextlib.suppress(RuntimeError):
                 self.root.reset_iter_state()
+
+
+def _held_by(unit: Any) -> Iterator[Any]:
+    for group in groups_of(unit._get_fsdp_state()):
+        yield from group.fsdp_params
 
 
 def groups_of(state: Any) -> Any:

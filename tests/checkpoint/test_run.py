@@ -243,3 +243,17 @@ def test_what_one_rank_cannot_take_up_is_refused_by_all(ranks: Any, tmp_path: Pa
 
 def fit_on_a_rank(folder: str) -> None:
     fit(Path(folder), 3)
+
+
+def test_it_says_what_the_model_is(tmp_path: Path) -> None:
+    class Config:
+        model_type = "linear"
+
+        def to_dict(self) -> dict[str, Any]:
+            return {"model_type": "linear", "id2label": {0: "no", 1: "yes"}, "sizes": (1, 2)}
+
+    model = linear()
+    model.config = Config()  # type: ignore[assignment]
+    pf.Trainer(max_steps=1, progress=False, callbacks=[Checkpoint(tmp_path, 1)]).fit(model, samples(8), batch_size=4)
+    config = {"model_type": "linear", "id2label": {"0": "no", "1": "yes"}, "sizes": [1, 2]}
+    assert read(find(tmp_path))["about"] == {"model_class": type(model).__name__, "config": config}

@@ -54,7 +54,7 @@ def _train_group(ranks: Pool, group: list[Pair], folder: Path) -> dict[str, tupl
     jobs = [job_of(pair, str(folder / str(place))) for place, pair in enumerate(group)]
     results: list[list[Any]]
     try:
-        answers = ranks(group[0].ranks, train_all, jobs, timeout=90 + _SECONDS_A_JOB * len(jobs))
+        answers = ranks(group[0].ranks, train_all, jobs, timeout=150 + _SECONDS_A_JOB * len(jobs))
         results = [list(outcomes) for outcomes in zip(*answers, strict=True)]
     except RankError as error:
         warnings.warn(f"{group[0].strategy.name}: trained one by one, for together {error}", stacklevel=1)
@@ -64,7 +64,7 @@ def _train_group(ranks: Pool, group: list[Pair], folder: Path) -> dict[str, tupl
 
 def _train_alone(ranks: Pool, count: int, job: Job) -> list[Any]:
     try:
-        return [outcomes[0] for outcomes in ranks(count, train_all, [job], timeout=90)]
+        return [outcomes[0] for outcomes in ranks(count, train_all, [job], timeout=150)]
     except RankError as error:
         return [str(error)]
 
