@@ -94,4 +94,9 @@ def follow_flags(small: bool, ranks: int) -> list[tuple[str, Followed]]:
 
 def measure_flags(small: bool) -> dict[int, list[tuple[str, Followed]]]:
     """Returns what a step took under each flag, by the number of ranks: of the rank that took most."""
-    return {ranks: pf.spawn(follow_flags, ranks, (small, ranks))[0] for ranks in (1, RANKS)}
+    return {ranks: most_by_rank(pf.spawn(follow_flags, ranks, (small, ranks))) for ranks in (1, RANKS)}
+
+
+def most_by_rank(ranks: list[list[tuple[str, Followed]]]) -> list[tuple[str, Followed]]:
+    """Returns each row of the rank whose peak is the highest."""
+    return [max(rows, key=lambda row: row[1].peak) for rows in zip(*ranks, strict=True)]

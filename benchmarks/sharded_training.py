@@ -83,14 +83,17 @@ class Follower(pf.Callback):
         if trainer.step != FOLLOWED:
             return
         engine = trainer.engine
-        params_on_host = self._offloaded == "params"
-        known = [
-            Known(PARAMETERS, list(engine.module.parameters()), params_on_host),
-            Known(OPTIMIZER, _state(engine.optimizer), self._offloaded is not None),
-            Known(GRADIENTS, engine.gradients(), params_on_host),
-            Known(PARAMETERS, [held.tensor for held in engine.update.held if held.is_copy], on_host=True),
-        ]
-        self._recorder = Recorder(known, host_optimizer=self._offloaded is not None)
+        on_host, params_on_host = self._offloaded is not None, self._offloaded == "params"
+        copies = [held.tensor for held in engine.update.held if held.is_copy]
+        self._recorder = Recorder(
+            [
+                Known(PARAMETERS, list(engine.module.parameters()), params_on_host),
+                Known(PARAMETERS, copies, on_host),
+                Known(OPTIMIZER, _state(engine.optimizer), on_host),
+                Known(GRADIENTS, engine.gradients(), params_on_host),
+            ],
+            host_optimizer=on_host,
+        )
         self._recorder.begin(engine.module)
 
     def on_before_backward(self, trainer: pf.Trainer, logs: dict[str, Any]) -> None:
@@ -175,12 +178,13 @@ class Plain:
     def follow(self) -> Followed:
         """Makes two steps, and returns what the second allocated on this rank."""
         self.step()
-        known = [
-            Known(PARAMETERS, list(self.model.parameters())),
-            Known(OPTIMIZER, _state(self._optimizer)),
-            Known(GRADIENTS, self._gradients()),
-        ]
-        recorder = Recorder(known)
+        recorder = Recorder(
+            [
+                Known(PARAMETERS, list(self.model.parameters())),
+                Known(OPTIMIZER, _state(self._optimizer)),
+                Known(GRADIENTS, self._gradients()),
+            ]
+        )
         recorder.begin(self.model)
         self.step(recorder)
         return recorder.end()

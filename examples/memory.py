@@ -17,7 +17,7 @@ import torch
 from stdlib_lm import CONTEXT, read_text
 
 import paraflow as pf
-from paraflow.models.byte_text import BYTES, chunk, decode, encode
+from paraflow.models.byte_text import BYTES, chunk
 from paraflow.models.causal_lm import CausalLM, CausalLMConfig
 
 FOLDER = Path("runs/memory")
@@ -27,16 +27,17 @@ def make_model() -> CausalLM:
     return CausalLM(CausalLMConfig(vocab_size=BYTES, layers=6, hidden=128, heads=4, context=CONTEXT))
 
 
-def without_values(model: torch.nn.Module) -> int:
+def in_words(model: torch.nn.Module) -> str:
     """How many of a model's numbers have no memory."""
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.is_meta)
+    sizes = [(parameter.numel(), parameter.is_meta) for parameter in model.parameters()]
+    return f"{sum(size for size, empty in sizes if empty):,} of {sum(size for size, _ in sizes):,} have no memory yet"
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     quick = os.environ.get("PARAFLOW_QUICK") == "1"
     parser.add_argument("--quick", action="store_true", default=quick, help="a few seconds, to see that it runs")
-    parser.add_argument("--budget", default="64MiB", help="what one rank may use (default 64MiB)")
+    parser.add_argument("--budget", default="38MiB", help="what one rank may use (default 38MiB)")
     return parser.parse_args()
 
 
@@ -49,31 +50,33 @@ def main() -> None:
     with pf.deferred_init():
         model = make_model()
     if pf.is_main():
-        print(f"built: {without_values(model):,} of {sum(p.numel() for p in model.parameters()):,} numbers have no memory")
+        print(f"parameters: {in_words(model)}")
 
-    model.configure(optimizer="adamw", lr=3e-3, weight_decay=0.1, schedule="cosine", warmup=0.1)
+    model.configure(optimizer="adamw", lr=1e-3, weight_decay=0.1, schedule="cosine", warmup=0.1)
     ranks = pf.world_size()
     trainer = pf.Trainer(
-        max_steps=8 if arguments.quick else 60,
+        max_steps=8 if arguments.quick else 40,
         fsdp=ranks if ranks > 1 else None,
         activation_checkpointing="auto",
         memory_budget=arguments.budget,
         clip_norm=1.0,
         callbacks=[pf.callbacks.Checkpoint(FOLDER / "checkpoints", keep=1)],
     )
-    trainer.fit(model, rows, batch_size=16)
+    trainer.fit(model, rows, batch_size=8)
     loss = trainer.evaluate(model, test_rows, batch_size=32)["loss"]
     if pf.is_main():
-        use_it_elsewhere(loss)
+        print(f"held-out loss by the Trainer: {loss:.4f} nats a byte")
+        print(f"held-out loss by a plain module with the exported weights: {loss_of_export(test_rows):.4f}")
 
 
-def use_it_elsewhere(loss: float) -> None:
-    """Exports the weights, and generates with them in a model that knows no Trainer."""
+def loss_of_export(rows: torch.Tensor) -> float:
+    """Exports the newest weights, and measures them in a module of its own: the sharded one is the Trainer's."""
     done = pf.checkpoint.export(FOLDER / "checkpoints", FOLDER / "model.safetensors", force=True)
-    print(f"held-out loss {loss:.3f} nats per byte; {done.tensors} tensors of {done.checkpoint} in {done.files[0].name}")
-    model = make_model()
+    print(f"exported: {done.tensors} tensors of {done.checkpoint} to {done.files[0].name}")
+    model = make_model().eval()
     pf.checkpoint.load_model(model, FOLDER / "model.safetensors")
-    print(decode(model.eval().generate(encode("The "), 60, temperature=0.7, generator=torch.Generator().manual_seed(0))))
+    with torch.no_grad():
+        return float(model.validation_step(rows)["loss"])
 
 
 if __name__ == "__main__":

@@ -95,7 +95,9 @@ PLANS = [
     Plan(dp=4, accumulate=2, precision="bf16", comm_hook="fp16", compile=True, clip_norm=0.5),
     Plan(clip_norm=float("inf"), optimizer_implementation="for-loop"),
     Plan(activation_checkpointing=("block", "head"), cpu_offload="optimizer", apply_groups=3),
-    Plan(fsdp=2, zero=1, memory_budget="6GiB", activation_checkpointing="auto", cpu_offload=0.4, apply_groups="backward"),
+    Plan(
+        fsdp=2, zero=1, memory_budget="6GiB", activation_checkpointing="auto", cpu_offload=0.4, apply_groups="backward"
+    ),
     Plan(precision="fp16", options={"precision": {"initial_scale": 1024.0}, "data_parallel": {"static_graph": True}}),
 ]
 

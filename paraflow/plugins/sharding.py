@@ -77,7 +77,7 @@ class Sharding:
         self._reduces, self._lets_go = reduces, lets_go
 
     def _gather_each(self) -> None:
-        """Gathers every unit once: torch looks for gradients that wait in another dtype in units that never ran, too."""
+        """Gathers each unit once: torch looks for gradients that wait in another dtype in units that never ran, too."""
         self._were_gathered = True
         for unit in self.units():
             if any(not hasattr(held, "_unsharded_param") for held in _held_by(unit)):

@@ -48,7 +48,8 @@ def find_units(model: nn.Module, asked: Asked | None = None) -> list[Unit]:
             list asks for no units. None takes the model's attribute ``fsdp_units`` if it has one.
 
     Raises:
-        ModelError: What was asked for matches nothing, has no forward, or shares a parameter with what is outside.
+        ModelError: What was asked for matches nothing, has no forward, or shares a parameter with what is outside; or
+            a parameter is a single number without a dimension.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -57,6 +58,7 @@ def find_units(model: nn.Module, asked: Asked | None = None) -> list[Unit]:
         >>> [unit.name for unit in find_units(model, ["2"])]
         ['2']
     """
+    _require_no_scalars(model)
     if asked is None:
         asked = getattr(model, "fsdp_units", None)
     chosen = _automatic(model) if asked is None else _asked_for(model, asked)
@@ -177,6 +179,15 @@ def _require_unit(name: str, module: nn.Module, owners: dict[int, set[int]]) -> 
         raise ModelError(
             f"{name} shares a parameter with a module outside of it, and tied weights must be in one unit. Name a "
             "module that holds both, or leave it out: what no unit holds is sharded with the whole."
+        )
+
+
+def _require_no_scalars(model: nn.Module) -> None:
+    scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
+    if scalars:
+        raise ModelError(
+            f"{', '.join(scalars[:5])} of {type(model).__name__}: a parameter of no dimension cannot be sharded. "
+            "Give it one: nn.Parameter(torch.zeros(1)) in place of nn.Parameter(torch.zeros(()))."
         )
 
 

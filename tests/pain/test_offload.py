@@ -1,4 +1,4 @@
-"""What lives on the host where other trainers are wrong: masters that clipping misses, copies that race with the step."""
+"""What lives on the host where others are wrong: masters that clipping misses, copies that race with the step."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_masters_on_the_host_are_clipped(ranks: Any) -> None:
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]
 
 
-class Counting(pf.Model):
-    """Each entry of its weights goes down by one a step, and each gradient is 1: any that is late or early shows."""
+class Settling(pf.Model):
+    """The gradient is the weight plus one, so that a weight of 0 goes to -1 with the first step, and stays there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,18 +49,14 @@ class Counting(pf.Model):
         self.configure(optimizer="sgd", lr=1.0)
 
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:
-        # The gradient is what the weights were, but for one: a step that read them half copied would go astray.
         return sum(((part * part.detach()).sum() + part.sum() for part in self.parts), batch.sum() * 0)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("plan", [{}, {"apply_groups": 3}, {"apply_groups": "backward"}], ids=str)
 def test_no_copy_is_read_before_it_is_there(device: str, plan: dict[str, Any]) -> None:
-    """DeepSpeed#1219, #3097: copies to and from the host raced with the step.
-
-    The gradient is the weight plus one, so that a weight of 0 goes to -1 and stays there: only in order is it exact.
-    """
-    model = Counting()
+    """DeepSpeed#1219, #3097: copies to and from the host raced with the step; what is read too early is not exact."""
+    model = Settling()
     trainer = pf.Trainer(max_steps=6, progress=False, device=device, cpu_offload="optimizer", **plan)
     trainer.fit(model, torch.zeros(12), batch_size=2)
     for part in model.parts:

@@ -1,4 +1,4 @@
-"""Recomputed activations where other trainers fail: unused parameters, frozen and sharded weights, routing, compiling."""
+"""Recomputed activations where others fail: unused parameters, frozen and sharded weights, routing, compiling."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Routed(nn.Module):
-    """Its choice depends on how often it was called, so that a choice made anew would be another one."""
+    """What is chosen when it runs again would be something else."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Routed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        logits = self.gate(x).detach() + torch.rand(x.shape[0], 3) * self.calls
+        logits = self.gate(x).detach() * (1 if self.calls == 1 else -1)
         shares = torch.softmax(self.gate(x), -1)
         chosen = logits.topk(1, -1).indices
         return x + sum(
@@ -61,6 +61,7 @@ class Stacked(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         for block in self.blocks:
+            block.calls = 0
             x = block(x)
         return self.last(x)
 
@@ -89,7 +90,10 @@ def same(mine: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 def distributed(kind: str) -> Any:
-    return DataParallel(2, find_unused_parameters=True) if kind == "dp" else FSDP(2, find_unused_parameters=True)
+    if kind == "dp":
+        return DataParallel(2, find_unused_parameters=True)
+    late = {"reduce": "last", "reshard_after_forward": False} if kind == "fsdp, late" else {}
+    return FSDP(2, find_unused_parameters=True, **late)
 
 
 def compare(distribution: str, accumulate: int) -> list[str]:
@@ -104,7 +108,7 @@ def compare(distribution: str, accumulate: int) -> list[str]:
     return differing
 
 
-@pytest.mark.parametrize(("distribution", "accumulate"), [("dp", 1), ("dp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize(("distribution", "accumulate"), [("dp", 1), ("dp", 2), ("fsdp", 2), ("fsdp, late", 3)])
 def test_recomputation_changes_no_bit_whatever_is_unused_frozen_or_chosen(
     ranks: Any, distribution: str, accumulate: int
 ) -> None:

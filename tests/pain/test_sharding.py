@@ -1,4 +1,4 @@
-"""Sharded data parallelism where other trainers are wrong: windows, weights of tokens, norms, clipping, tied weights."""
+"""Sharded data parallelism where others are wrong: windows, weights of tokens, norms, clipping, tied weights."""
 
 from __future__ import annotations
 
@@ -183,10 +183,11 @@ def alive_in_a_window(degree: int, level: dict[str, Any], deferred: bool) -> tup
     def look(trainer: pf.Trainer, logs: dict[str, Any]) -> None:
         gc.collect()
         tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)]
+        tensors += [one.grad for one in tensors if one.is_leaf and type(one.grad) is torch.Tensor]
         size = 64 * 256 * 4
         found.append(
             (
-                sum(one.untyped_storage().size() >= size and not one.is_meta for one in tensors),
+                len({one.data_ptr() for one in tensors if not one.is_meta and one.untyped_storage().size() >= size}),
                 sum(one.nbytes for one in trainer.engine.gradients()),
             )
         )
@@ -300,7 +301,9 @@ def train_halves() -> list[tuple[Any, ...]]:
     for dtype, gathered in ((torch.bfloat16, None), (torch.float32, "bf16")):
         for reduce in ("each", "last"):
             model = Halves(dtype)
-            pf.configure(model, optimizer="sgd", lr=1.0, loss=lambda output, target: (output.squeeze(-1) * target).mean())
+            pf.configure(
+                model, optimizer="sgd", lr=1.0, loss=lambda output, target: (output.squeeze(-1) * target).mean()
+            )
             plugin = FSDP(2, reduce=reduce, gather_dtype=gathered)  # type: ignore[arg-type]
             trainer = pf.Trainer(
                 max_steps=1, progress=False, accumulate=2, plugins=[plugin], precision=gathered or "fp32"
@@ -356,6 +359,4 @@ def test_a_tie_outlives_sharding_and_loading(ranks: Any, tmp_path: Path) -> None
     for results in ranks(2, tie, str(tmp_path)):
         for weight in results:
             torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(
-        train_tied(str(tmp_path / "0"), 4, True), expected, rtol=1e-5, atol=1e-6
-    )
+    torch.testing.assert_close(train_tied(str(tmp_path / "0"), 4, True), expected, rtol=1e-5, atol=1e-6)

@@ -87,3 +87,6 @@ def test_what_cannot_be_a_unit_is_refused() -> None:
     with pytest.raises(pf.ModelError, match=r"torch\.bfloat16, torch\.float32, which cannot be sharded together"):
         rest_of(mixed, [])
     assert len(find_units(mixed)) == 2
+    model.register_parameter("temperature", nn.Parameter(torch.ones(())))
+    with pytest.raises(pf.ModelError, match=r"temperature of Language: a parameter of no dimension cannot be sharded"):
+        find_units(model)
