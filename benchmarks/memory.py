@@ -244,6 +244,8 @@ def main() -> int:
         f"(1 / {parameters / largest:.1f})",
         highlight=False,
     )
+    if given.small:
+        console.print("the bars are those of the large model")
     report, parts = Report(console), [part for part in given.only if part != "flags"]
     if parts:
         with tempfile.TemporaryDirectory(prefix="paraflow-memory-", dir=given.folder) as folder:

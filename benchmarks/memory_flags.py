@@ -50,6 +50,10 @@ ALONE = [
     Flag("apply_groups=8", {"apply_groups": 8}),
     Flag('apply_groups="backward"', {"apply_groups": "backward"}),
     Flag(
+        'activation_checkpointing="full", apply_groups=8',
+        {"activation_checkpointing": "full", "apply_groups": 8},
+    ),
+    Flag(
         'activation_checkpointing="full", cpu_offload="params", apply_groups=8',
         {"activation_checkpointing": "full", "cpu_offload": "params", "apply_groups": 8},
         "params",
