@@ -5,13 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from itertools import chain
+from typing import TYPE_CHECKING
+from zlib import crc32
 
 import torch
 from torch import nn
 
+from paraflow import seeding
 from paraflow.errors import CheckpointError, ModelError
 from paraflow.parts import Box, Sliceable, box_of, is_spread, local
-from paraflow.recording import View, cell_of, evaluate, view_of
+from paraflow.recording import View, cell_of, evaluate, random_states, view_of
+
+if TYPE_CHECKING:
+    from paraflow.mesh import Mesh
 
 _ATTRIBUTE = "_paraflow_birth"
 
@@ -48,6 +54,10 @@ class Recorded(Birth):
         """Runs what was written down, for the whole, and returns a box of it."""
         value: torch.Tensor = evaluate(self._view)
         return value[box]
+
+    def drawn_from(self) -> Iterator[torch.Tensor]:
+        """Yields the states of the generators it draws from, in order."""
+        return random_states(self._view)
 
 
 class Stored(Birth):
@@ -90,6 +100,35 @@ def births_of(module: nn.Module) -> Mapping[str, Birth]:
 
         births.update(resets_of(module, unknown))
     return births
+
+
+def require_same_births(module: nn.Module, mesh: Mesh) -> None:
+    """Makes sure that all ranks will draw the same values: each of them keeps a part of its own draw.
+
+    Args:
+        module: The module; what has memory already is left out.
+        mesh: The ranks: a collective, where the module has a tensor without memory.
+
+    Raises:
+        ModelError: They were seeded differently.
+    """
+    waiting = [(name, tensor) for name, tensor in tensors_of(module) if tensor.is_meta and not is_spread(tensor)]
+    if not waiting:
+        return
+    drawn = 0
+    for name, tensor in waiting:
+        birth = _birth_of(name, tensor)
+        if birth is None:
+            drawn = crc32(str(seeding.chosen()).encode(), drawn)
+        elif isinstance(birth, Recorded):
+            for state in birth.drawn_from():
+                drawn = crc32(state.numpy().tobytes(), drawn)
+    if not mesh.agrees(drawn):
+        raise ModelError(
+            f"{waiting[0][0]} has no value yet, and the ranks were seeded differently before {type(module).__name__} "
+            "was built: each would keep a part of another model. Call pf.seed(0) before building it, alike on every "
+            "rank."
+        )
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

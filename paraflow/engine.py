@@ -26,7 +26,8 @@ from paraflow.errors import ModelError
 from paraflow.loss import StepOutput, read_step, require_no_gradient_of_nothing
 from paraflow.mesh import Mesh
 from paraflow.models.task import Task
-from paraflow.normaliser import Normaliser
+from paraflow.normaliser import Normaliser, sum_dtype
+from paraflow.optim.stand_ins import follow
 from paraflow.optim.state import load_optimizer_state, optimizer_state
 from paraflow.optim.update import Update
 from paraflow.parts import is_spread, local, part_for
@@ -34,6 +35,7 @@ from paraflow.placing import place
 from paraflow.plan import Plan
 from paraflow.plugins.base import Phase, Plugin, State, in_order
 from paraflow.step import StepAbandoned, StepHooks, StepResult, release_graph
+from paraflow.trained import has_the_same, require_none_new, trained_parts
 
 
 class _Steps(nn.Module):
@@ -105,18 +107,22 @@ class Engine:
         self._compose()
 
     def serves(self, task: Task) -> bool:
-        """Whether this is the engine of a task as it is now: the same module, trained in the same parts and way.
+        """Whether this is the engine of a task as it is now: the same module and parameters, trained in the same way.
 
         Raises:
             ModelError: The module's parts differ, and a plugin has replaced parameters by this rank's part of them.
         """
         if task.module is not self.module:
             return False
+        if self.partition_dims and not has_the_same(task.module, self._known):
+            # What a step that was broken off has left in their place is let go of.
+            self._as_a_rank({"model": {}, "plugins": {}})
         same = self.trained == trained_parts(task.module) and task.recipe is self._recipe
+        same = same and has_the_same(task.module, self._known)
         if not same and self.partition_dims:
             raise ModelError(
-                f"{type(self.module).__name__} was changed (frozen, unfrozen or configured anew) after a plan spread "
-                "it over ranks. Change it before the first fit, evaluate or predict."
+                f"{type(self.module).__name__} was changed (frozen, unfrozen, configured anew or given other "
+                "parameters) after a plan spread it over ranks. Change it before the first fit, evaluate or predict."
             )
         return same
 
@@ -126,8 +132,8 @@ class Engine:
         return not self._overriding("run_micro_batches")
 
     def _place_model(self) -> None:
-        given = isinstance(self.task.recipe.optimizer, torch.optim.Optimizer)
-        self._before = dict(self.module.named_parameters()) if given else {}  # else replaced parameters can go
+        given = self._recipe.optimizer if isinstance(self._recipe.optimizer, torch.optim.Optimizer) else None
+        before = {} if given is None else dict(self.module.named_parameters())  # else replaced parameters can go
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self.module.state_dict().items()}
         if not self._overriding("partitioned_over") and any(is_spread(p) for p in self.module.parameters()):
             raise ModelError(
@@ -143,6 +149,10 @@ class Engine:
         place(self.module, births, self.mesh.device)
         for plugin in [plugin for plugin in wrapping if plugin.phase is not Phase.PARTITION]:
             steps = plugin.transform(steps, self)
+        self._known = dict(self.module.named_parameters())
+        self._has_stepped = False
+        if given is not None:
+            follow(given, before, self._known)
         self._call: Callable[[str], Callable[[Any], Any]] = (
             (lambda step: partial(steps, step)) if wrapping else (lambda step: getattr(self.task, step))
         )
@@ -188,8 +198,6 @@ class Engine:
                 f"{type(self.module).__name__} has nothing to train: no parameter of it requires a gradient. "
                 "Call requires_grad_(True) on what should be trained."
             )
-        if isinstance(self.task.recipe.optimizer, torch.optim.Optimizer):
-            self._follow_replaced(self.task.recipe.optimizer)
         optimizer, self.schedule = self.task.build_optimizer(total_steps)
         self.update = Update(optimizer, dict(self.module.named_parameters()))
         for plugin in self._overriding("wrap_optimizer"):
@@ -197,19 +205,12 @@ class Engine:
         self.optimizer = self.update.optimizer = optimizer
         self.lr = optimizer.param_groups[0]["lr"]
 
-    def _follow_replaced(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer that was made before a plugin replaced parameters is given their replacements."""
-        now = dict(self.module.named_parameters())
-        replaced = {id(old): now[name] for name, old in self._before.items() if name in now and now[name] is not old}
-        for group in optimizer.param_groups if replaced else ():
-            group["params"] = [replaced.get(id(p), p) for p in group["params"]]
-        self._before = {}
-
     def train_step(self, batch: Batch) -> StepResult:
         """Runs one optimizer step on this rank's share of a batch.
 
         Raises:
             StepAbandoned: `abandons` gave it up.
+            ModelError: The first step has made parameters.
         """
         for parameter in self.parameters:
             parameter.grad = None
@@ -228,7 +229,10 @@ class Engine:
             self.scale_gradients(correction)
         if self.abandons is not None and self.abandons():
             raise StepAbandoned
+        if not self._has_stepped:
+            require_none_new(self.module, self._known)
         stepped = self._step()
+        self._has_stepped = True
         return StepResult(outputs, self._normaliser.totals, self.last_norm, stepped)
 
     def run_in_turn(self, batch: Batch) -> list[StepOutput]:
@@ -314,12 +318,14 @@ class Engine:
         """Returns the norm of the whole gradient, over every parameter and every rank that holds a part: 0-dim."""
         if not self.partition_dims:
             return torch.nn.utils.get_total_norm(self.gradients())
-        squares = torch.zeros((), device=self.mesh.device)
+        exact = sum_dtype(self.mesh.device)  # fp32 does not hold the squares of all that it holds
+        squares, dtype = torch.zeros((), device=self.mesh.device, dtype=exact), torch.float32
         for dims, parameters in self._groups.items():
             gradients = [local(p.grad) for p in parameters if p.grad is not None]
-            square = torch.nn.utils.get_total_norm(gradients).float() ** 2 if gradients else torch.zeros_like(squares)
-            squares = squares + self.mesh.all_reduce(square.to(squares.device), dims)
-        return squares.sqrt()
+            norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+            squares = squares + self.mesh.all_reduce(norm.to(squares.device, exact) ** 2, dims)
+            dtype = torch.promote_types(dtype, norm.dtype)
+        return squares.sqrt().to(dtype)
 
     def _apply(self) -> bool:
         for listener in self.hooks.before_optimizer_step:
@@ -387,8 +393,3 @@ def _value_for(value: Any, own: Any) -> Any:
 def _number(lr: Any) -> Any:
     """A learning rate as it is now: a schedule changes one that is a tensor in place."""
     return lr.clone() if isinstance(lr, torch.Tensor) else lr
-
-
-def trained_parts(module: nn.Module) -> tuple[str, ...]:
-    """Returns the names of a module's trainable parameters."""
-    return tuple(name for name, parameter in module.named_parameters() if parameter.requires_grad)

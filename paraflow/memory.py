@@ -9,7 +9,8 @@ steps change (running statistics) and of torch's random state, and for nothing e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,7 @@ def stepping(trainer: Trainer, watch: Watch, say: Callable[[str], None]) -> Call
     that communicates by itself must have ``accumulate`` said.
     """
     engine = trainer.engine
-    if not trainer.chooses_accumulation or not engine.runs_in_turn or engine.partition_dims or _communicates(engine):
+    if not trainer.chooses_accumulation or not _can_begin_anew(engine):
         return engine.train_step
     return MemoryGuard(engine, trainer.run, watch, say).train_step
 
@@ -180,23 +181,37 @@ def _takes_statistics(layer: torch.nn.Module) -> bool:
     return bool(getattr(layer, "track_running_stats", False))
 
 
+def _can_begin_anew(engine: Engine) -> bool:
+    return engine.runs_in_turn and not engine.partition_dims and not _communicates(engine)
+
+
 def _communicates(engine: Engine) -> bool:
     """Whether the ranks' forwards are known to exchange something."""
     layers = engine.module.modules()
     return engine.mesh.world_size > 1 and any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in layers)
 
 
-def explain(error: BaseException, trainer: Trainer) -> None:
-    """Adds to an error of memory in a step what to write."""
+@contextmanager
+def explained(trainer: Trainer) -> Iterator[None]:
+    """Adds to an error of memory in a step what to write, before anybody is told of it."""
+    try:
+        yield
+    except BaseException as error:
+        _explain(error, trainer)
+        raise
+
+
+def _explain(error: BaseException, trainer: Trainer) -> None:
     if not is_out_of_memory(error) or not _in_step(error):
         return
     engine = trainer.engine
     micro = max(micro.samples for micro in engine.batch.micro_batches)
     count = len(engine.batch.micro_batches)
-    halved = "leave accumulate out and write auto='O1', which halves micro-batches until they fit"
+    halved = ", or leave accumulate out and write auto='O1', which halves micro-batches until they fit"
+    may_halve = not trainer.chooses_accumulation and _can_begin_anew(engine)
     error.add_note(
         f"Rank {engine.mesh.rank} ran out of memory on micro-batches of {micro} samples. Write "
-        f"accumulate={2 * count}{'' if trainer.chooses_accumulation else ', or ' + halved}."
+        f"accumulate={2 * count}{halved if may_halve else ''}."
     )
 
 

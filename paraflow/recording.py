@@ -174,6 +174,13 @@ def evaluate(tree: Any) -> Any:
         return with_memory(tree, memory)
 
 
+def random_states(view: View) -> Iterator[torch.Tensor]:
+    """Yields the states of the generators that a view's values are drawn from, in order."""
+    for node in _in_order(heads_in(view)):
+        if node.random is not None:
+            yield node.random.state
+
+
 def _in_order(heads: Iterable[Node]) -> list[Node]:
     needed: dict[int, Node] = {}
     waiting = list(heads)

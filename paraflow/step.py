@@ -15,7 +15,11 @@ Listener = Callable[[], None]
 
 @dataclass
 class StepHooks:
-    """What the engine calls while it runs a step; empty where nobody listens."""
+    """What the engine calls while it runs a step; empty where nobody listens.
+
+    Attributes:
+        bytes_held: The bytes that those who listen hold on this rank's device.
+    """
 
     micro_batch_begin: tuple[Listener, ...] = ()
     micro_batch_end: tuple[Listener, ...] = ()
@@ -23,6 +27,7 @@ class StepHooks:
     after_backward: tuple[Listener, ...] = ()
     before_optimizer_step: tuple[Listener, ...] = ()
     after_optimizer_step: tuple[Listener, ...] = ()
+    bytes_held: Callable[[], int] = lambda: 0
 
 
 @dataclass(slots=True)

@@ -43,7 +43,7 @@ from paraflow.interval import Interval
 from paraflow.launch.environment import is_main
 from paraflow.limits import Limits
 from paraflow.logs import Logs
-from paraflow.memory import explain, stepping
+from paraflow.memory import explained, stepping
 from paraflow.mesh import Mesh, choose_device
 from paraflow.meters import step_means
 from paraflow.models.metrics import MetricSet
@@ -239,13 +239,12 @@ class Trainer:
         if resume is not None:
             self._print(*resume_run(self, resume))
         try:
-            with self._settings.watch(self.engine) as self._watch:
+            with self._settings.watch(self.engine) as self._watch, explained(self):
                 if self._settings.dry_run:
                     return dry_run(self, self._train, self._print)
                 self._train()
                 signal = self._watch.stopped_after_the_last()
         except BaseException as error:
-            explain(error, self)
             self.dispatcher.fire("on_exception", {"exception": error})
             raise
         if signal is not None:

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 MAX_RANKS = 4
+IMPORTED = ["torch._dynamo", "torch.distributed.fsdp", "paraflow.trainer", "paraflow.callbacks", "tests.pool"]
 _FAILED_SECONDS = 1.0  # how long the other ranks may take to say how they fared, after one has raised
 
 
@@ -78,10 +79,12 @@ class Pool:
     def _grow(self, world_size: int) -> None:
         if any(not worker.process.is_alive() for worker in self.workers):
             self.close()
-        context = multiprocessing.get_context("spawn")
+        # Forked from a process that has imported all that takes long, and has started neither threads nor devices.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
         while len(self.workers) < world_size:
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, os.getpid()), name=f"rank-{len(self.workers)}")
+            process = context.Process(target=_serve, args=(there,), name=f"rank-{len(self.workers)}")
             with _environment_variable("OMP_NUM_THREADS", "1"):
                 process.start()
             there.close()
@@ -157,11 +160,11 @@ def _environment_variable(name: str, value: str) -> Any:
             os.environ[name] = former
 
 
-def _serve(connection: Connection, parent: int) -> None:
+def _serve(connection: Connection) -> None:
     """A rank's whole life: take a function, run it, clean up, answer."""
     from paraflow.launch.worker import end_with_parent
 
-    end_with_parent(parent)
+    end_with_parent(os.getppid())
     import torch
 
     torch.set_num_threads(1)

@@ -47,8 +47,11 @@ class Averages:
         self._buffers: list[tuple[nn.Module, str]] = []
         self._loaded: dict[str, Any] | None = None
 
-    def begin(self, trainer: Trainer) -> None:
+    def begin(self, trainer: Trainer) -> int:
         """Begins at the weights as they are, or goes on with what was loaded for a resumed run: a collective then.
+
+        Returns:
+            The bytes of the averages on this rank's device.
 
         Raises:
             ParaflowError: A parameter is in half precision, in which an average stands still.
@@ -65,6 +68,7 @@ class Averages:
         self.tensors = [weight.detach().clone() for weight in self.weights]
         if loaded is not None:
             self.load_state_dict(loaded)
+        return sum(local(tensor).nbytes for tensor in self.tensors)
 
     def end(self) -> None:
         """The fit is over; the averages stay."""

@@ -23,6 +23,8 @@ class Callback:
             from all ranks only for the steps at which some callback listens.
         loads_from_disk: Whether `load_state_dict` takes tensors that are still on disk: ``value[slices]`` reads a part,
             ``value[...]`` all. Otherwise each rank is given whole tensors.
+        bytes_held: Bytes on this rank's device that it holds while a step is run, such as averages of weights: a choice
+            to meet a memory budget counts them.
 
     Example:
         >>> class PrintLoss(Callback):
@@ -33,6 +35,7 @@ class Callback:
 
     every: Interval | str | int = 1
     loads_from_disk: bool = False
+    bytes_held: int = 0
 
     def on_train_begin(self, trainer: Trainer, logs: Logs) -> None:
         """Before the first step, once model, data and plan are ready and state is restored."""

@@ -95,7 +95,8 @@ class Dispatcher:
 
     def step_hooks(self) -> StepHooks:
         """Returns what the engine calls while it runs a step."""
-        return StepHooks(**{name: tuple(map(self._bind, self._methods[f"on_{name}"])) for name in _IN_STEP})
+        listening = {name: tuple(map(self._bind, self._methods[f"on_{name}"])) for name in _IN_STEP}
+        return StepHooks(**listening, bytes_held=lambda: sum(callback.bytes_held for callback in self.callbacks))
 
     def _bind(self, method: Method) -> Callable[[], None]:
         return partial(method, self._trainer, {})

@@ -61,8 +61,7 @@ class EarlyStopping(Callback):
                 raise ValueError(f"{name} must be a whole number of at least {least}, not {number!r}.")
         self.monitor = Monitor.of(monitor, mode, min_delta)
         self.patience, self.warmup, self.target = patience, warmup, target
-        self.stop_on_nan, self.restore_best = stop_on_nan, restore_best
-        self._fitting = False
+        self.stop_on_nan, self.restore_best, self._fitting = stop_on_nan, restore_best, False
         self._reset()
 
     def _reset(self) -> None:
@@ -102,8 +101,7 @@ class EarlyStopping(Callback):
     def _look(self, trainer: Trainer, value: float | None) -> None:
         if value is None or trainer.step == self._looked_at:
             return
-        self._looked_at = trainer.step
-        self._measured = [self._measured[0] + 1, float(value)]
+        self._looked_at, self._measured = trainer.step, [self._measured[0] + 1, float(value)]
         if self.monitor.is_better(value, than=self.best):
             self.best, self.best_step, self.wait = float(value), trainer.step, 0
             self._weights = measured_weights(trainer, self.monitor.name) if self.restore_best else {}
@@ -127,9 +125,8 @@ class EarlyStopping(Callback):
     def on_train_end(self, trainer: Trainer, logs: dict[str, Any]) -> None:
         """Puts back the best weights, and says why the run was stopped: rank 0 prints."""
         self._fitting = False
-        said = [] if self.stopped_step is None else [f"stopped at step {self.stopped_step}: {self._reason()}"]
-        said += self._put_back(trainer) if self._weights else []
-        if said:
+        ended = [] if self.stopped_step is None else [f"stopped at step {self.stopped_step}: {self._reason()}"]
+        if said := ended + (self._put_back(trainer) if self._weights else []):
             say(trainer, "; ".join(said))
 
     def _put_back(self, trainer: Trainer) -> list[str]:

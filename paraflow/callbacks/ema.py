@@ -40,8 +40,7 @@ class EMA(Callback):
         validate: Whether validation within `fit` is of the average.
         buffers: ``"average"`` averages buffers of a floating dtype too, such as batch normalisation's statistics;
             ``"copy"`` takes the model's own beside the averaged weights. Integers are never averaged.
-        swap_at_end: Whether the averaged weights stay in the model when the run ends. Its last checkpoint has the raw
-            ones still, and `Trainer.save` refuses from then on.
+        swap_at_end: Whether the averaged weights stay in the model when the run ends; `Trainer.save` refuses from then.
 
     Raises:
         ValueError: An argument is not of its kind.
@@ -95,7 +94,7 @@ class EMA(Callback):
 
     def on_train_begin(self, trainer: Trainer, logs: dict[str, Any]) -> None:
         """Begins at the weights as they are, or goes on with the averages of a resumed run."""
-        self._averages.begin(trainer)
+        self.bytes_held = self._averages.begin(trainer)
 
     def on_step_begin(self, trainer: Trainer, logs: dict[str, Any]) -> None:
         """Training is of the raw weights, even where somebody caught what a validation raised."""

@@ -13,6 +13,7 @@ from torch import nn
 from paraflow.callbacks.averages import Averages, load_averages
 from paraflow.callbacks.base import Callback
 from paraflow.callbacks.batch_norm import measure_batch_norm
+from paraflow.callbacks.trial import say
 from paraflow.errors import DataError, ParaflowError
 from paraflow.interval import Interval
 from paraflow.trigger import Trigger
@@ -62,8 +63,7 @@ class StochasticWeightAveraging(Callback):
         self.start, self.lr, self.anneal, self.batch_norm = start, lr, anneal, batch_norm
         self._interval = Interval.parse(every)
         self._trigger = Trigger(self._interval)
-        self._averages = Averages(buffers=False)
-        self._first = 0
+        self._averages, self._first = Averages(buffers=False), 0
         self._lrs: list[float] = []
 
     def averaged(self) -> AbstractContextManager[None]:
@@ -86,7 +86,7 @@ class StochasticWeightAveraging(Callback):
         self._first = int(self.start * (trainer.total_steps or 0)) if isinstance(self.start, float) else self.start
         self._trigger = Trigger(self._interval, trainer.mesh.agree)
         self._trigger.start(trainer.step)
-        self._averages.begin(trainer)
+        self.bytes_held = self._averages.begin(trainer)
 
     def on_step_begin(self, trainer: Trainer, logs: dict[str, Any]) -> None:
         """Sets the learning rate of the step, before anybody reads it."""
@@ -123,8 +123,7 @@ class StochasticWeightAveraging(Callback):
         self._averages.swap()
         said = f"averaged the weights of {self._averages.count} moments from step {self._first} on"
         said += self._measure(trainer) if self.batch_norm else ""
-        if trainer.is_main and trainer.progress:
-            trainer.console.print(said, highlight=False, soft_wrap=True)
+        say(trainer, said)
 
     def _measure(self, trainer: Trainer) -> str:
         try:

@@ -143,9 +143,17 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / STATE).is_file()
 
 
+def place_aside(folder: Path) -> Path:
+    """Returns where a checkpoint lies while another takes its place."""
+    return folder.parent / f".{folder.name}.old"  # with_name would refuse "."
+
+
 def recover(folder: Path) -> None:
-    """Puts back what had a checkpoint's name before, if writing a new one in its place was cut short in between."""
-    old = folder.with_name(f".{folder.name}.old")
+    """Puts back what had a checkpoint's name before, if writing a new one in its place was cut short in between.
+
+    Only the run that writes there may call it: one that reads could take the name between the writer's two renames.
+    """
+    old = place_aside(folder)
     if not folder.exists() and is_checkpoint(old):
         os.replace(old, folder)
 
@@ -163,7 +171,7 @@ def remove(folder: Path) -> None:
 
 def _put_in_place(aside: Path, folder: Path) -> None:
     """Renames; what had the name before goes last."""
-    old = folder.with_name(f".{folder.name}.old")
+    old = place_aside(folder)
     recover(folder)
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paraflow.checkpoint.contents import Contents, as_plain, contents
-from paraflow.checkpoint.folders import PREFIX, saved_in
+from paraflow.checkpoint.folders import saved_in, step_of
 from paraflow.checkpoint.format import is_checkpoint
 from paraflow.errors import CheckpointError
 
@@ -62,18 +62,14 @@ def entries(path: str | Path, *, checksums: bool = False) -> list[Entry]:
     newest = next((one for part in reversed(inside) if isinstance(one := found[part], Contents)), None)
     values = {} if newest is None else newest.values
     steps = set() if newest is None else {one["step"] for one in newest.best.values()}
-    best = [part for part in inside if _step(part) in steps][-1:]
+    best = [part for part in inside if step_of(part) in steps][-1:]
     return [
         Entry(
             path=part,
             contents=one if isinstance(one, Contents) else None,
             problem=one.problem if isinstance(one, Contents) else str(one),
-            value=values.get(_step(part)),
+            value=values.get(step_of(part)),
             marks=tuple(mark for mark, those in (("best", best), ("last", inside[-1:])) if part in those),
         )
         for part, one in found.items()
     ]
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix(PREFIX))

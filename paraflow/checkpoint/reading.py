@@ -16,7 +16,8 @@ from paraflow.errors import CheckpointError
 
 _TENSORS = re.compile(r"tensors-\d{5,}\.safetensors")
 _LEFT_ON_DISK = ("model", "optimizer", "callbacks")
-_ANOTHER = "Resume from another; resume='auto' takes the newest that is intact."
+ANOTHER = "Use another: `paraflow inspect FOLDER --verify` says which are intact, and resume='auto' takes the newest."
+"""What every sentence about damage ends with."""
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -94,9 +95,33 @@ def verify(folder: Path, rank: int = 0, ranks: int = 1) -> None:
     content = _content(folder)
     files = content.get("files")
     if not isinstance(files, dict) or sorted(files) != names:
-        raise CheckpointError(f"The checksums of {str(folder)!r} are of other files than it has. {_ANOTHER}")
+        raise CheckpointError(f"The checksums of {str(folder)!r} are of other files than it has. {ANOTHER}")
     _require_files(folder, names)
     _verify_tensors(folder, names[rank::ranks], content, sums)
+
+
+def skim(folder: Path) -> None:
+    """Finds what can be found without reading tensors: files that are missing, too short or long, or of another save.
+
+    Raises:
+        CheckpointError: Something is wrong with it.
+    """
+    _require_files(folder, [STATE, CHECKSUMS])
+    content = _content(folder)
+    try:
+        sums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+        files = content["files"]
+        if files.keys() | {STATE} != sums.keys():
+            raise CheckpointError(f"The checksums of {str(folder)!r} are of other files than it has. {ANOTHER}")
+        _require_files(folder, sorted(files))
+        strange = [name for name in sorted(files) if save_of(folder / name) not in (content.get("save"), None)]
+        changed = [name for name, size in files.items() if (folder / name).stat().st_size != size]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"The checkpoint {str(folder)!r} cannot be read: {error}.") from error
+    if strange:
+        raise _strange(folder, strange)
+    if changed:
+        raise _damage(folder, changed)
 
 
 def _verify_tensors(folder: Path, names: list[str], content: dict[str, Any], sums: dict[str, str]) -> None:
@@ -108,15 +133,12 @@ def _verify_tensors(folder: Path, names: list[str], content: dict[str, Any], sum
                 folder, [f"{name} (which says it is of another save)" if name in strange else name for name in damaged]
             )
         if strange:
-            raise CheckpointError(
-                f"The checkpoint {str(folder)!r} is put together from two saves: {' and '.join(strange)} is not of "
-                f"this one. {_ANOTHER}"
-            )
+            raise _strange(folder, strange)
         problem = next((text for name in names if (text := disagreement(folder / name, content["index"]))), None)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"The checkpoint {str(folder)!r} cannot be read: {error}.") from error
     if problem:
-        raise CheckpointError(f"The checkpoint {str(folder)!r} is not what it says: {problem}. {_ANOTHER}")
+        raise CheckpointError(f"The checkpoint {str(folder)!r} is not what it says: {problem}. {ANOTHER}")
 
 
 def _require_files(folder: Path, names: list[str]) -> None:
@@ -125,9 +147,14 @@ def _require_files(folder: Path, names: list[str]) -> None:
         raise CheckpointError(f"{str(folder)!r} is no whole checkpoint: it has no {' and no '.join(missing)}.")
 
 
+def _strange(folder: Path, names: list[str]) -> CheckpointError:
+    what = f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} not of this one"
+    return CheckpointError(f"The checkpoint {str(folder)!r} is put together from two saves: {what}. {ANOTHER}")
+
+
 def _damage(folder: Path, names: list[str]) -> CheckpointError:
     return CheckpointError(
-        f"The checkpoint {str(folder)!r} is damaged: {' and '.join(names)} changed since it was written. {_ANOTHER}"
+        f"The checkpoint {str(folder)!r} is damaged: {' and '.join(names)} changed since it was written. {ANOTHER}"
     )
 
 

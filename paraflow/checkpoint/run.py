@@ -17,7 +17,7 @@ from paraflow.checkpoint.image import Image, take_apart
 from paraflow.checkpoint.pretrained import has_weights, open_weights
 from paraflow.checkpoint.random import random_state
 from paraflow.checkpoint.ranks import Ranks, new_identity
-from paraflow.checkpoint.reading import identity_of, take, verify
+from paraflow.checkpoint.reading import ANOTHER, identity_of, take, verify
 from paraflow.checkpoint.stored import Stored
 from paraflow.checkpoint.tensors import size_of
 from paraflow.checkpoint.writer import Writer
@@ -128,7 +128,7 @@ def load_newest(folders: Sequence[Path], shapes: Shapes, mesh: Mesh) -> tuple[Pa
         damage = _damage(Path(name), mesh)
         if not damage:
             return Path(name), _taken_by_all(Path(name), shapes, mesh), damages
-        damages.append(damage.split(";")[0].removesuffix(" Resume from another"))
+        damages.append(damage.removesuffix(f" {ANOTHER}"))
     if damages:
         raise CheckpointError(f"None of the {len(damages)} checkpoints can be resumed from. {' '.join(damages)}")
     return None

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paraflow.plan import DEGREES
+from paraflow.plan import DEGREES, Plan
+from paraflow.plugins.registry import plugins_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +42,18 @@ class Entry:
 
     @property
     def written(self) -> str:
-        """The arguments of a Trainer that ask for it."""
-        return ", ".join(f"{name}={_plain(value)}" for name, value in self.fields.items() if name != "options")
+        """The arguments of a Trainer that ask for it: options are those of a plugin."""
+        fields = [
+            f"{name}={_plain(value)}" for name, value in self.fields.items() if name not in ("options", *self.options)
+        ]
+        plugins = [_as_plugin(name, self.fields[name], options) for name, options in self.options.items()]
+        return ", ".join([*fields, *([f"plugins=[{', '.join(plugins)}]"] if plugins else [])])
+
+
+def _as_plugin(name: str, value: Any, options: Mapping[str, Any]) -> str:
+    (kind,) = (type(plugin).__name__ for plugin in plugins_of(Plan.from_dict({name: value})) if plugin.name == name)
+    first = [] if value is True else [_plain(value)]
+    return f"{kind}({', '.join([*first, *(f'{option}={_plain(given)}' for option, given in options.items())])})"
 
 
 def _plain(value: Any) -> str:
@@ -79,7 +90,10 @@ MEMORY: tuple[Entry, ...] = (
     Entry("recompute selective", {"activation_checkpointing": "selective"}),
     Entry("recompute auto", {"activation_checkpointing": "auto", "memory_budget": "1GiB"}),
     Entry("recompute by name", {"activation_checkpointing": BLOCKS}),
-    Entry("activations on the host", {"activation_checkpointing": "offload"}),
+    Entry(
+        "activations on the host",
+        {"activation_checkpointing": "offload", "options": {"activation_checkpointing": {"offload_min_bytes": 0}}},
+    ),
     Entry("optimizer on the host", {"cpu_offload": "optimizer"}),
     Entry("parameters on the host", {"cpu_offload": "params"}),
     Entry("0.4 of the bytes on the host", {"cpu_offload": 0.4}),

@@ -13,9 +13,12 @@ _INTRODUCTION = """\
 # What can be combined
 
 Written by `paraflow compatibility` from the legality table that the Trainer asks before any process group starts; a
-test holds this page to it, and `make matrix` trains each pair that is marked ✓ on live ranks. Loss, gradient norm,
-parameters, metrics and checkpoint are those of one process: to 1e-5 in fp32, and with 16-bit numbers as near as their
-rounding allows.
+test holds this page to it. `make matrix` trains each pair that is marked ✓ on live ranks, but for those with
+torch.compile, which `make test-slow` trains. Loss, gradient norm, parameters, metrics and checkpoint are those of one
+process: to 1e-5 in fp32, and with 16-bit numbers as near as their rounding allows. The models are tiny: activations go
+to the host whatever their size, "recompute auto" gets the smallest budget that can be met, fp16 begins with a scale
+that such a short run need not find first, and torch.compile goes through its backend for debugging, which runs
+everywhere. Each pair that recomputes or copies activations is seen to do so.
 
 ✓ trains alike, – is the same field of a plan (one is written instead of the other), and a number is the refusal below.
 """

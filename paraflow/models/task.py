@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -37,6 +39,7 @@ class Task:
         if not isinstance(module, nn.Module):
             raise ModelError(f"A model must be a torch.nn.Module, not a {type(module).__name__}.")
         _refuse_wrapped(module)
+        _require_shapes(module)
         self.module = module
         self.training_step: Callable[[Any], Any] = getattr(module, "training_step", None) or self._supervised_step()
         self.validation_step: Callable[[Any], Any] = getattr(module, "validation_step", None) or self.training_step
@@ -101,6 +104,15 @@ def _refuse_wrapped(module: nn.Module) -> None:
         raise ModelError(
             f"The model is wrapped in {type(module).__name__} already; give the module inside (model.module). Paraflow "
             "wraps it as the plan says."
+        )
+
+
+def _require_shapes(module: nn.Module) -> None:
+    lazy = [name for name, tensor in chain(module.named_parameters(), module.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        raise ModelError(
+            f"{', '.join(lazy[:5])} of {type(module).__name__} have no shape before a first forward, as those of "
+            "nn.LazyLinear, and neither ranks nor an optimizer can be given them. Run one before: model(inputs)."
         )
 
 

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paraflow.errors import ModelError
+from paraflow.optim.stand_ins import hold_the_models_own
 
 OptimizerChoice = str | Optimizer | Callable[..., Optimizer]
 Groups = list[dict[str, Any]]
@@ -164,6 +165,7 @@ def _check_parameters(make: Callable[..., Optimizer], trainable: list[tuple[str,
 
 
 def _check_ready_made(optimizer: Optimizer, parameters: list[Parameter]) -> Optimizer:
+    hold_the_models_own(optimizer)
     own = {id(parameter) for parameter in parameters}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     foreign = [parameter for parameter in held if id(parameter) not in own]

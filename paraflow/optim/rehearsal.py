@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from paraflow.optim.kinds import is_patched, torchs_kind
 from paraflow.optim.stepping import Narrow, bare_step
 
 _STEPS = 3
@@ -22,28 +22,34 @@ def steps_by_parameter(optimizer: Optimizer) -> bool:
     """Whether parts of an optimizer's step, over some parameters each, give what the whole step gives, to the bit.
 
     Torch's optimizers do, but L-BFGS. Any other is copied with a few small tensors in its parameters' place, and
-    stepped both ways; one that cannot be copied so does not.
+    stepped both ways; one that cannot be copied so does not, nor one with a method that was replaced on it alone, which
+    may know tensors of its own.
 
     Example:
         >>> [steps_by_parameter(make([torch.zeros(3)])) for make in (torch.optim.AdamW, torch.optim.LBFGS)]
         [True, False]
     """
-    if type(optimizer).__name__ in _TOGETHER:
+    if is_patched(optimizer):
         return False
-    if type(optimizer).__module__.startswith("torch.optim."):
-        return True
+    kind = torchs_kind(optimizer)
+    if kind is not None:
+        return kind.__name__ not in _TOGETHER
     try:
         return all(_same(_rehearsed(optimizer, scale, False), _rehearsed(optimizer, scale, True)) for scale in _SCALES)
     except Exception:  # whatever a class of somebody's does with tensors that are not its own
         return False
 
 
-def _same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-    return all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+_Outcome = tuple[list[torch.Tensor], dict[Any, Any]]
 
 
-def _rehearsed(optimizer: Optimizer, scale: float, divided: bool) -> list[torch.Tensor]:
-    """The small tensors after a few steps of a copy of an optimizer."""
+def _same(one: _Outcome, other: _Outcome) -> bool:
+    alike = all(torch.equal(mine, theirs) for mine, theirs in zip(one[0], other[0], strict=True))
+    return alike and bool(one[1] == other[1])
+
+
+def _rehearsed(optimizer: Optimizer, scale: float, divided: bool) -> _Outcome:
+    """The small tensors after a few steps of a copy of an optimizer, and what it keeps for no tensor."""
     twin = _twin(optimizer)
     tensors = [tensor for group in twin.param_groups for tensor in group["params"]]
     devices = list({tensor.device for tensor in tensors if tensor.device.type == "cuda"})
@@ -59,7 +65,7 @@ def _rehearsed(optimizer: Optimizer, scale: float, divided: bool) -> list[torch.
             for tensor in tensors:
                 with narrow.to([tensor]):
                     bare_step(twin)()
-    return tensors
+    return tensors, {key: value for key, value in twin.state.items() if not isinstance(key, torch.Tensor)}
 
 
 def _twin(optimizer: Optimizer) -> Optimizer:

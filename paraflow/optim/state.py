@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 
 from paraflow.errors import CheckpointError
 from paraflow.optim.held import Held, changed
+from paraflow.optim.stand_ins import alone
 from paraflow.optim.update import Update
-from paraflow.parts import as_part, box_of, is_spread, local, part_for, whole
+from paraflow.parts import as_part, box_of, is_spread, local, map_values, part_for, whole
 
 MASTER = "master_weight"
 """What a state has of a parameter whose optimizer holds it with more digits than the model does."""
@@ -18,9 +20,14 @@ MASTER = "master_weight"
 def optimizer_state(update: Update) -> dict[str, Any]:
     """Returns the state by parameter name: ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``.
 
-    What belongs to a shard of a parameter is a sharded tensor, as the parameter is.
+    What belongs to a shard of a parameter is a sharded tensor, as the parameter is. What an optimizer keeps under a
+    name of its own, and not for a parameter, is there as ``"own"``.
+
+    Raises:
+        CheckpointError: It keeps something for what is neither a parameter nor a name, or is a later run's by now.
     """
     held = update.by_tensor
+    _require_held(update)
     groups = [
         {
             **{key: value for key, value in group.items() if key != "params"},
@@ -31,13 +38,36 @@ def optimizer_state(update: Update) -> dict[str, Any]:
     state = {
         held[id(tensor)].name: {key: _as_saved(value, held[id(tensor)]) for key, value in values.items()}
         for tensor, values in update.optimizer.state.items()
+        if id(tensor) in held
     }
     for one in changed([one for one in update.held if one.is_finer]):
         one.take_up()
     for one in update.held:
         if one.is_finer:
             state.setdefault(one.name, {})[MASTER] = _as_saved(one.tensor, one)
-    return {"state": state, "param_groups": groups}
+    own = {key: value for key, value in update.optimizer.state.items() if id(key) not in held}
+    _require_names(update.optimizer, own)
+    return {"state": state, "param_groups": groups, **({"own": own} if own else {})}
+
+
+def _require_held(update: Update) -> None:
+    """Refuses an optimizer that was given ready-made, and that another run has given other tensors to hold since."""
+    held = update.by_tensor
+    if any(id(tensor) not in held for group in update.optimizer.param_groups for tensor in group["params"]):
+        raise CheckpointError(
+            f"The {type(update.optimizer).__name__} that was given ready-made is used by a later Trainer, or holds "
+            "other parameters by now, so this engine has no state of it. Ask the later Trainer's engine; "
+            "engine.model_state() has the model alone."
+        )
+
+
+def _require_names(optimizer: torch.optim.Optimizer, own: dict[Any, Any]) -> None:
+    unknown = [key for key in own if not isinstance(key, str)]
+    if unknown:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} keeps state for {len(unknown)} keys that are neither parameters of the model "
+            f"nor names, the first of them a {type(unknown[0]).__name__}. Keep it under a parameter or a string."
+        )
 
 
 def _as_saved(value: Any, held: Held) -> Any:
@@ -52,6 +82,7 @@ def load_optimizer_state(update: Update, saved: dict[str, Any]) -> None:
     Raises:
         CheckpointError: The optimizer's groups hold other parameters than those that were saved.
     """
+    _require_held(update)
     optimizer, held = update.optimizer, update.by_tensor
     mine = [[held[id(p)].name for p in group["params"]] for group in optimizer.param_groups]
     theirs = [group["params"] for group in saved["param_groups"]]
@@ -62,11 +93,15 @@ def load_optimizer_state(update: Update, saved: dict[str, Any]) -> None:
         )
     places = {name: place for place, name in enumerate(name for group in mine for name in group)}
     by_name = {one.name: one for one in update.held}
+    own = map_values(saved.get("own", {}), lambda value: _as_held(value, None))
     numbered = {
         "state": {
-            places[name]: {key: _as_held(value, by_name[name]) for key, value in values.items() if key != MASTER}
-            for name, values in saved["state"].items()
-            if values.keys() != {MASTER}
+            **copy.deepcopy(own),
+            **{
+                places[name]: {key: _as_held(value, by_name[name]) for key, value in values.items() if key != MASTER}
+                for name, values in saved["state"].items()
+                if values.keys() != {MASTER}
+            },
         },
         "param_groups": [
             {**group, **_implementation(here), "params": [places[name] for name in group["params"]]}
@@ -88,23 +123,18 @@ def _load_copy(held: Held, master: Any) -> None:
     held.agree()
 
 
-def _as_held(value: Any, held: Held) -> Any:
+def _as_held(value: Any, held: Held | None) -> Any:
     """What the optimizer keeps of a value: of one that is as large as the parameter, what belongs to what it holds."""
     if isinstance(value, (bool, int, float, str)) or value is None or not hasattr(value, "shape"):
         return value
-    if len(value.shape) == 0 or tuple(value.shape) != tuple(held.parameter.shape):
+    if held is None or len(value.shape) == 0 or tuple(value.shape) != tuple(held.parameter.shape):
         return part_for(value, torch.empty(0))
     if not held.is_copy:
         part = part_for(value, held.parameter)
-        return part if is_spread(held.tensor) else _alone(local(part))
+        return part if is_spread(held.tensor) else alone(local(part))
     if is_spread(value) and is_spread(held.parameter) and _laid_out_alike(value, held.parameter):
         return local(value)
-    return _alone(whole(value)[box_of(held.parameter)])  # cut where it is: never on the device
-
-
-def _alone(part: torch.Tensor) -> torch.Tensor:
-    """A part that does not keep the memory of the whole."""
-    return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part
+    return alone(whole(value)[box_of(held.parameter)])  # cut where it is: never on the device
 
 
 def _laid_out_alike(value: Any, parameter: Any) -> bool:

@@ -15,19 +15,13 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim import optimizer as torch_optimizer
+
+from paraflow.errors import PlanError
+from paraflow.optim.kinds import is_patched
 
 Step = Callable[[], Any]
 
-
-def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether somebody is called before or after a step of an optimizer, and may look at all gradients."""
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or torch_optimizer._global_optimizer_pre_hooks
-        or torch_optimizer._global_optimizer_post_hooks
-    )
+_HOOKING: Any = Optimizer.profile_hook_step(lambda: None).__code__
 
 
 def as_one_step(optimizer: Optimizer, run: Callable[[Step], None]) -> None:
@@ -49,13 +43,22 @@ def as_one_step(optimizer: Optimizer, run: Callable[[Step], None]) -> None:
 
 
 def bare_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """What torch wraps its hooks around."""
-    own = optimizer.__dict__.get("step")
-    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
-        return own  # type: ignore[no-any-return]
+    """What torch wraps its hooks around.
+
+    Raises:
+        PlanError: A method was replaced on the optimizer, which may look at all parameters at once.
+    """
+    if is_patched(optimizer):
+        raise PlanError(
+            f"[apply-groups-optimizer] A method of the {type(optimizer).__name__} was replaced after the run began, "
+            "and apply_groups calls it for some parameters at a time. Leave apply_groups out, or do it in a "
+            "callback.",
+            rule="apply-groups-optimizer",
+        )
     step: Any = type(optimizer).step
-    bare = step.__wrapped__ if getattr(step, "hooked", False) else step
-    return bare.__get__(optimizer)  # type: ignore[no-any-return]
+    while getattr(step, "__code__", None) is _HOOKING:  # not by its mark, which functools.wraps copies
+        step = step.__wrapped__
+    return step.__get__(optimizer)  # type: ignore[no-any-return]
 
 
 @contextmanager

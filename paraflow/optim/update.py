@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
+from paraflow.errors import ModelError, PlanError
 from paraflow.optim.held import Held, changed
 from paraflow.optim.host_link import Fetched, HostLink
+from paraflow.optim.kinds import has_step_hooks, is_watched
 from paraflow.optim.shares import shares_of
-from paraflow.optim.stepping import Narrow, Step, as_one_step, bare_step, has_step_hooks
-from paraflow.parts import as_part, is_spread, local
+from paraflow.optim.stand_ins import hold_the_models_own, stand_in
+from paraflow.optim.stepping import Narrow, Step, as_one_step, bare_step
+from paraflow.parts import is_spread
 
 __all__ = ["Held", "Update"]
-
-_STANDS_FOR = "_paraflow_stands_for"
 
 
 class Update:
@@ -25,17 +25,21 @@ class Update:
 
     Args:
         optimizer: The optimizer, over the model's parameters.
-        parameters: The model's trained parameters by name.
+        parameters: The model's parameters by name; the optimizer may leave out some.
 
     Attributes:
         optimizer: The optimizer.
         held: What it holds, in the order of its groups.
+
+    Raises:
+        ModelError: The optimizer holds what is no parameter of the model.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
         self.optimizer = optimizer
-        _hold_the_models_own(optimizer)
+        hold_the_models_own(optimizer)
         names = {id(parameter): name for name, parameter in parameters.items()}
+        _require_known(optimizer, names)
         self.held = [
             Held(names[id(parameter)], parameter, parameter)
             for group in optimizer.param_groups
@@ -44,6 +48,7 @@ class Update:
         self._count = 1
         self._shares: list[list[Held]] | None = None
         self._direct = True
+        self._apart = False
         self._link = HostLink()
         self._begun: Narrow | None = None
         self._applied: set[int] = set()
@@ -89,25 +94,40 @@ class Update:
     def _arrange(self) -> None:
         self._shares = None
         self._direct = self._count == 1 and all(held.is_itself for held in self.held)
+        self._apart = any(is_spread(held.parameter) and not held.is_itself for held in self.held)
 
     def _replace(self, held: Held, make: Callable[[Held], torch.Tensor]) -> torch.Tensor:
         before, after = held.tensor, make(held)
         if after is before:
             return before
-        _move_state(self.optimizer, before, after)
+        stand_in(self.optimizer, before, after, held.parameter)
         held.hold(after)
-        if not held.is_itself:
-            setattr(after, _STANDS_FOR, held.parameter)
         return after
 
     def __call__(self) -> None:
-        """Makes one step of the optimizer with the gradients that the model's parameters have."""
+        """Makes one step of the optimizer with the gradients that the model's parameters have.
+
+        Raises:
+            PlanError: A hook would see parts of parameters on the host.
+        """
+        if self._apart and is_watched(self.optimizer):
+            self._show_whole()
         if self._begun is not None:
             self._finish()
         elif self._direct:
             self.optimizer.step()
         else:
             self._apply()
+
+    def _show_whole(self) -> None:
+        """Has somebody who has come to look on see tensors that know the whole."""
+        if any(held.is_copy and is_spread(held.parameter) for held in self.held):
+            raise PlanError(
+                f"[offload-whole-parameters] {type(self.optimizer).__name__} has a hook or a step of its own, which "
+                "would see this rank's shards on the host. Do it in a callback, or leave cpu_offload out.",
+                rule="offload-whole-parameters",
+            )
+        self.hold(lambda held: held.parameter if is_spread(held.parameter) else held.tensor)
 
     def _apply(self) -> None:
         self._make_ready(self.held)
@@ -187,28 +207,10 @@ class Update:
         self._applied.clear()
 
 
-def _hold_the_models_own(optimizer: torch.optim.Optimizer) -> None:
-    """Has an optimizer that stands in for parameters since an earlier run hold the parameters themselves again."""
-    for group in optimizer.param_groups:
-        for place, tensor in enumerate(group["params"]):
-            parameter = getattr(tensor, _STANDS_FOR, None)
-            if parameter is not None:
-                _move_state(optimizer, tensor, parameter)
-                group["params"][place] = parameter
-
-
-def _move_state(optimizer: torch.optim.Optimizer, before: torch.Tensor, after: torch.Tensor) -> None:
-    """Gives an optimizer's state of one tensor to another: what is as large as it, with its device and dtype."""
-    if before not in optimizer.state:
-        return
-    state: dict[str, Any] = optimizer.state.pop(before)
-    optimizer.state[after] = {key: _moved(value, before, after) for key, value in state.items()}
-
-
-def _moved(value: Any, before: torch.Tensor, after: torch.Tensor) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.dim() == 0 or value.shape != before.shape:
-        return value.to(after.device) if value.device == before.device else value
-    part = local(value).to(after.device, after.dtype) if value.is_floating_point() else local(value).to(after.device)
-    return as_part(part, after) if is_spread(after) else part
+def _require_known(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    foreign = sum(id(tensor) not in names for group in optimizer.param_groups for tensor in group["params"])
+    if foreign:
+        raise ModelError(
+            f"The {type(optimizer).__name__} holds {foreign} tensors that are no parameters of the model as it is now. "
+            "Have configure_optimizers make it anew from self.parameters() each time it is called."
+        )

@@ -76,7 +76,7 @@ class Cut:
         budget: The bytes that were given.
         smallest: The smallest budget that could be met.
         seconds: Predicted seconds of a micro-batch's forward and backward where all is kept.
-        unmet: What is wrong and what to write instead, where no choice meets the budget; the decisions are then those
+        unmet: What is wrong and what budget to write instead, where no choice meets it; the decisions are then those
             that need the least.
     """
 
@@ -127,8 +127,7 @@ def choose(
     *,
     costs: Costs | None = None,
     model_state: int = 0,
-    samples: int | None = None,
-    accumulate: int = 1,
+    applying: int = 0,
 ) -> Cut:
     """Chooses what becomes of each block: the least time added within a budget.
 
@@ -136,9 +135,8 @@ def choose(
         profile: The model's parts, as ``paraflow.profiler.blocks`` measures or estimates them.
         budget: Bytes for the activations of one micro-batch and for `model_state`.
         costs: What the ways of treating a block cost besides the computation.
-        model_state: Bytes that are there in any case; see `model_state_bytes`.
-        samples: Samples of the micro-batch, for what to write where the budget cannot be met.
-        accumulate: Micro-batches of a step, for the same.
+        model_state: Bytes that are there beside the activations; see `model_state_bytes`.
+        applying: Bytes that are there while the optimizer is applied, when no activations are.
 
     Returns:
         The choice; its `unmet` says so where no choice meets the budget.
@@ -154,7 +152,7 @@ def choose(
     """
     ways = _ways(profile, costs or Costs())
     least = _least(ways)
-    smallest = model_state + max(_peaks(ways, least), default=0)
+    smallest = max(applying, model_state + max(_peaks(ways, least), default=0))
     found = _fastest(ways, budget - model_state) if budget >= smallest else None
     chosen = least if found is None else found
     decisions = tuple(
@@ -162,8 +160,8 @@ def choose(
         for part, option in zip(profile.parts, chosen, strict=True)
         if part.is_block
     )
-    unmet = None if budget >= smallest else _unmet(budget, smallest, model_state, samples, accumulate)
-    peak = model_state + max(_peaks(ways, chosen), default=0)
+    unmet = None if budget >= smallest else _unmet(budget, smallest, model_state, applying)
+    peak = max(applying, model_state + max(_peaks(ways, chosen), default=0))
     return Cut(decisions, peak, budget, smallest, profile.seconds * (1 + _BACKWARD), unmet)
 
 
@@ -289,22 +287,15 @@ def _peaks(ways: _Ways, chosen: Sequence[Option]) -> list[int]:
     return peaks
 
 
-def _unmet(budget: int, smallest: int, model_state: int, samples: int | None, accumulate: int) -> str:
-    activations = smallest - model_state
-    state = f"the model's state takes {_size(model_state)} and " if model_state else ""
-    said = (
-        f"The budget of {_size(budget)} cannot be met: where each block holds the least, {state}the activations of a "
-        f"micro-batch take {_size(activations)}, which is {_size(smallest - budget)} too much. "
-    )
-    advice = [f"Write memory_budget={math.ceil(smallest)} or more"]
-    left, size = budget - model_state, samples or 0
-    fitting = int(size * left / activations) if activations and left > 0 else 0
-    if fitting:
-        # Bytes go with the samples of a micro-batch.
-        advice.append(f"accumulate={accumulate * math.ceil(size / fitting)} for micro-batches of {fitting} samples")
-    elif model_state:
-        advice.append("spread the model's state over ranks with fsdp=")
-    return said + ", or ".join(advice) + "."
+def _unmet(budget: int, smallest: int, model_state: int, applying: int) -> str:
+    missing = f"which is {_size(smallest - budget)} too much. Write memory_budget={math.ceil(smallest)} or more."
+    if smallest == applying:
+        what = f"applying the optimizer takes {_size(applying)} with the model's state"
+    else:
+        state = f"the model's state takes {_size(model_state)} and " if model_state else ""
+        activations = _size(smallest - model_state)
+        what = f"where each block holds the least, {state}the activations of a micro-batch take {activations}"
+    return f"The budget of {_size(budget)} cannot be met: {what}, {missing}"
 
 
 def _alike(decisions: Sequence[Decision]) -> list[list[Decision]]:

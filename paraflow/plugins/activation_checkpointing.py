@@ -14,7 +14,7 @@ from paraflow.plan import Plan
 from paraflow.plan_memory import RECOMPUTED
 from paraflow.plugins.base import Phase, Plugin
 from paraflow.plugins.precision import DTYPES
-from paraflow.recompute import TreatedBlocks, TreatedSteps, matching_blocks, repeated_blocks
+from paraflow.recompute import Caches, TreatedBlocks, TreatedSteps, matching_blocks, repeated_blocks
 from paraflow.rules import Rule
 
 if TYPE_CHECKING:
@@ -23,13 +23,17 @@ if TYPE_CHECKING:
 
 _SMALLEST_OFFLOADED = 2**16
 
+_MOST = 0.8
+"""A block with more than this share of the parameters is most of the model."""
+
 
 class ActivationCheckpointing(Plugin):
     """Blocks of the model keep less for backward than they need, with the same gradients bit by bit.
 
     Parameters keep their names, and between steps the model is as the user made it. Results of collectives and of what
     chooses (top-k, sort, sampling) are kept and never computed twice; random numbers are the same the second time, and
-    buffers are not updated twice.
+    buffers and attributes are not updated twice, whenever in training that begins. What cannot be made right raises a
+    ModelError. Caches of transformers' models are switched off while a step is trained.
 
     Args:
         what: ``"full"`` recomputes each block from its input; ``"selective"`` keeps the results of its matrix products,
@@ -108,7 +112,7 @@ class ActivationCheckpointing(Plugin):
             self.treated.treat_compiled(blocks, kind)
         elif kind != "auto":
             self.treated.treat_all(blocks, kind, self._min_bytes)
-        return TreatedSteps(module, self.treated)
+        return TreatedSteps(module, self.treated, Caches(engine.module))
 
     def _blocks(self, module: nn.Module) -> dict[str, nn.Module]:
         found = repeated_blocks(module) if self._patterns is None else matching_blocks(module, self._patterns)
@@ -117,22 +121,31 @@ class ActivationCheckpointing(Plugin):
         there = [name for name, child in module.named_modules() if name and next(child.children(), None) is not None]
         names = there or [name for name, _ in module.named_children()]
         asked = "has no blocks" if self._patterns is None else f"has no module that matches {list(self._patterns)}"
+        what = f"activation_checkpointing: {type(module).__name__} {asked}. "
+        if not names:
+            raise PlanError(
+                f"{what}It has no modules inside it to run again one by one. Divide its forward among submodules, or "
+                "leave activation_checkpointing out."
+            )
         raise PlanError(
-            f"activation_checkpointing: {type(module).__name__} {asked}. "
-            + (f"Its modules are {', '.join(names[:12])}{' and more' if len(names) > 12 else ''}." if names else "")
+            f"{what}Its modules are {', '.join(names[:12])}{' and more' if len(names) > 12 else ''}. Name those "
+            f"that are to be recomputed, as in activation_checkpointing=[{names[0]!r}]."
         )
 
     def calibrate(self, engine: Engine, batch: Batch) -> None:
         """For ``"auto"``: measures the blocks on the first micro-batch, and chooses."""
         if self.what != "auto":
+            if self.what != "selective":
+                _warn_of_one_block(engine, self._blocks(engine.module))
             return
         from paraflow.recompute.calibration import choose_treatments
 
         assert self._steps is not None
         steps, blocks = self._steps, self._blocks(engine.module)
-        cut = choose_treatments(
-            engine, blocks, lambda: steps("training_step", batch.micro_batches[0].data), _autocast(engine), batch
-        )
+        with Caches(engine.module):  # a block is run several times
+            cut = choose_treatments(
+                engine, blocks, lambda data: steps("training_step", data), lambda: _autocast(engine), batch
+            )
         self.treated.treat(blocks, cut.treatments, self._min_bytes)
         for line in cut.table():
             engine.say(line)
@@ -145,6 +158,20 @@ class ActivationCheckpointing(Plugin):
             "offload": f"activations of {where} wait on the host between forward and backward",
             "auto": f"recomputation in {where}, chosen on the first batch to meet the memory budget",
         }.get(self.what if isinstance(self.what, str) else "", f"activations of {where} are recomputed in backward")
+
+
+def _warn_of_one_block(engine: Engine, blocks: Mapping[str, nn.Module]) -> None:
+    """Says so where one block is most of the model: in its backward all that it needs is there at once."""
+    whole = sum(parameter.numel() for parameter in engine.module.parameters())
+    for name, block in blocks.items():
+        share = sum(parameter.numel() for parameter in block.parameters()) / max(whole, 1)
+        if share > _MOST:
+            parts = next(block.children(), None) is not None
+            engine.say(
+                f"activation_checkpointing: the block {name!r} holds {share:.0%} of the model. All its activations are "
+                "there at once in backward, so that the peak of memory stays about what it was. "
+                + (f"Name smaller modules, as in activation_checkpointing=[{name + '.*'!r}]." if parts else "")
+            )
 
 
 def _autocast(engine: Engine) -> AbstractContextManager[Any]:

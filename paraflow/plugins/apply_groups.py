@@ -103,8 +103,8 @@ class ApplyGroups(Plugin):
         if not steps_by_parameter(optimizer):
             raise PlanError(
                 f"[apply-groups-optimizer] {type(optimizer).__name__} cannot be applied to some parameters at a time: "
-                "what it does to one depends on the others, or on how often it is called. Leave apply_groups out, or "
-                "use one of torch's optimizers, such as adamw.",
+                "what it does to one depends on the others, or on how often it is called, or one of its methods was "
+                "replaced on it. Leave apply_groups out, or use one of torch's optimizers as it is, such as adamw.",
                 rule="apply-groups-optimizer",
             )
         if self.groups == "backward":

@@ -40,6 +40,9 @@ class Plugin:
         rules: The rows it adds to the legality table, asked before any process group starts.
         provides: The plan's fields it can stand for, whether or not `fields` gives them a value.
         replaces: The names of the package's own plugins that it does the work of, so that they are left out.
+        bytes_held: Bytes on this rank's device that it holds while a step of one micro-batch is run, besides parameters
+            and gradients as the model has them: a choice to meet a memory budget counts them.
+        bytes_between: How many more where a step has several micro-batches.
 
     Example:
         >>> class SignOnly(Plugin):
@@ -57,6 +60,8 @@ class Plugin:
     rules: ClassVar[tuple[Rule, ...]] = ()
     provides: ClassVar[tuple[str, ...]] = ()
     replaces: ClassVar[tuple[str, ...]] = ()
+    bytes_held: int = 0
+    bytes_between: int = 0
 
     @property
     def fields(self) -> Mapping[str, Any]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from paraflow.errors import PlanError
 from paraflow.parts import is_spread, local
 from paraflow.plan import Plan
 from paraflow.plan_memory import as_text
 from paraflow.plugins.base import Phase, Plugin
+from paraflow.plugins.units import Unit
 
 if TYPE_CHECKING:
     from paraflow.engine import Engine
@@ -61,9 +61,10 @@ class CPUOffload(Plugin):
             return optimizer
         if any(is_spread(held.tensor) for held in engine.update.held):
             raise PlanError(
-                f"[offload-whole-parameters] {type(optimizer).__name__} looks at whole parameters, which are sharded, "
-                "and cpu_offload='optimizer' keeps a rank's shards on the host. Use an optimizer that treats elements "
-                "one by one, such as adamw, or leave cpu_offload out.",
+                f"[offload-whole-parameters] {type(optimizer).__name__}, a hook of it or a method that is not torch's "
+                "may look at whole parameters, which are sharded, and cpu_offload='optimizer' keeps a rank's shards on "
+                "the host. Use one of torch's optimizers that treat elements one by one, such as adamw, without hooks, "
+                "or leave cpu_offload out.",
                 rule="offload-whole-parameters",
             )
         _bring_values(optimizer)
@@ -104,22 +105,6 @@ def _bring_values(optimizer: torch.optim.Optimizer) -> None:
         for key, value in group.items():
             if isinstance(value, torch.Tensor):
                 group[key] = value.cpu()
-
-
-class Unit(Protocol):
-    """A part of a model that is brought to the device as one."""
-
-    @property
-    def name(self) -> str:
-        """The module's name; "" is what no other unit has of the model."""
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of its parameters."""
-
-    @property
-    def module(self) -> nn.Module:
-        """The module; of the unit "" it is the whole model."""
 
 
 def chosen_units(units: Sequence[Unit], what: Any) -> set[str]:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
+from paraflow.births import require_same_births
 from paraflow.errors import ModelError, PlanError
+from paraflow.optim.kinds import is_elementwise
 from paraflow.parts import is_spread, local
 from paraflow.plan import DATA_DEGREES, Plan
 from paraflow.plan_memory import as_text
 from paraflow.plugins.base import Phase, Plugin, State
-from paraflow.plugins.elementwise import is_elementwise
+from paraflow.plugins.cpu_offload import chosen_units
+from paraflow.plugins.gathered import Gathered, gathered_bytes
 from paraflow.plugins.sharding import Entrance, Layout, Sharding, same_everywhere, shard
 from paraflow.plugins.units import Asked, Unit, find_units, rest_of
 from paraflow.plugins.usage import Usage
@@ -100,7 +103,8 @@ class FSDP(Plugin):
         gather_dtype: ``"bf16"`` or ``"fp16"``, as the plan's precision: parameters are gathered in it. Gradients are
             still reduced and added up in fp32.
         find_unused_parameters: Whether ranks may use different parameters in a step. It costs a walk of the graph and a
-            small message a micro-batch. What not every rank runs must lie inside one unit, which every rank runs.
+            small message a micro-batch. What not every rank runs must lie inside one unit, which every rank runs, or in
+            none (``units``); else it is refused.
     """
 
     name = "fsdp"
@@ -163,7 +167,10 @@ class FSDP(Plugin):
         )
         group = mesh.group(*DATA_DEGREES) if mesh.data_ranks > 1 else None
         if group is not None and not any(is_spread(parameter) for parameter in engine.module.parameters()):
+            require_same_births(engine.module, mesh)
             same_everywhere(engine.module, group)
+        needs = self._needs(plan, units, rest)
+        self.bytes_held, self.bytes_between = needs.held, needs.between
         self._described = self._in_words(plan, units, rest, engine.module)
         self._sharding = shard(engine.module, units, layout)
         self._sharding.set_reshard_after_forward(self._reshards)
@@ -197,21 +204,32 @@ class FSDP(Plugin):
 
     def micro_batch(self, index: int, count: int) -> AbstractContextManager[Any]:
         """Says what the backward of a micro-batch does with gradients and gathered parameters."""
-        if self._sharding is not None:
-            last = index == count - 1
-            self._entrance.forwarded = False
-            self._sharding.before_backward(
-                reduces=last or self._when == "each", lets_go=last or self._reshards is not False
-            )
-        return nullcontext()
+        return nullcontext() if self._sharding is None else self._around(self._sharding, index, last=index == count - 1)
+
+    @contextmanager
+    def _around(self, sharding: Sharding, index: int, *, last: bool) -> Iterator[None]:
+        if index == 0:
+            sharding.begin_step()
+            self._usage.begin()
+        self._entrance.forwarded = False
+        sharding.before_backward(reduces=last or self._when == "each", lets_go=last or self._reshards is not False)
+        try:
+            with self._usage.micro_batch():
+                yield
+            sharding.originals.require_unused()
+            sharding.changes.require_none()
+        except BaseException:
+            sharding.reset()
+            raise
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Returns the loss as it is; what it depends on is compared over the ranks in the first step."""
+        """Returns the loss as it is; what ran and what it depends on is compared over the ranks in the first step."""
         return loss if self._sharding is None else self._usage.before_backward(loss)
 
     def reduce_gradients(self, engine: Engine) -> None:
-        """Backward has reduced them."""
+        """Backward has reduced them: the ranks compare whether all of them reduced the same."""
         if self._sharding is not None:
+            self._sharding.end_step()
             self._usage.end()
 
     def partitioned_over(self, name: str, parameter: nn.Parameter) -> Sequence[str]:
@@ -233,6 +251,16 @@ class FSDP(Plugin):
     def describe(self) -> str:
         """Returns one line for the printed plan: what is sharded, and the bytes of each kind on a rank."""
         return self._described or f"fully sharded over {self.degree or 'the'} ranks"
+
+    def _needs(self, plan: Plan, units: Sequence[Unit], rest: Unit) -> Gathered:
+        return gathered_bytes(
+            units,
+            rest,
+            shards=plan.fsdp,
+            lets_go=self._reshards,
+            reduced_each=self._when == "each",
+            gathered_in=_DTYPES.get(self._gather_dtype or ""),
+        )
 
     def _in_words(self, plan: Plan, units: Sequence[Unit], rest: Unit, model: nn.Module) -> str:
         whole = sum(parameter.nbytes for parameter in model.parameters())
@@ -268,8 +296,6 @@ def _shard_of(held: Held) -> torch.Tensor:
 def _offloaded(plan: Plan, units: Sequence[Unit]) -> frozenset[str]:
     if not plan.offloads_parameters:
         return frozenset()
-    from paraflow.plugins.cpu_offload import chosen_units
-
     return frozenset(chosen_units(units, plan.cpu_offload))
 
 

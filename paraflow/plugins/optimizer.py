@@ -76,7 +76,7 @@ class OptimizerImplementation(Plugin):
 def _move_steps(optimizer: torch.optim.Optimizer) -> None:
     """Fused kernels count steps in fp32 on the parameters' device; an optimizer may have counted elsewhere so far."""
     for parameter, state in optimizer.state.items():
-        if isinstance(state.get("step"), torch.Tensor):
+        if isinstance(parameter, torch.Tensor) and isinstance(state.get("step"), torch.Tensor):
             state["step"] = state["step"].to(parameter.device, torch.float32)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,8 @@ from torch import nn
 from paraflow.collectives import broadcast
 from paraflow.data.batch import children
 from paraflow.errors import ModelError
-from paraflow.parts import keep_on_host
+from paraflow.parts import is_spread, keep_on_host
+from paraflow.plugins.stale import Changes, Originals
 from paraflow.plugins.units import Unit
 
 if TYPE_CHECKING:
@@ -49,11 +49,17 @@ class Sharding:
     Attributes:
         root: Holds the model; torch gathers what a forward through it needs.
         layout: How it is sharded.
+        originals: The parameters it had before.
+        changes: Sees what is changed while it is gathered.
     """
 
-    def __init__(self, root: _Root, layout: Layout) -> None:
+    def __init__(self, root: _Root, layout: Layout, originals: Originals) -> None:
         self.root: Any = root
         self.layout = layout
+        self.originals = originals
+        self.changes = Changes(self.sharded())
+        self._in_step, self._broken = False, False
+        self._first_run = 0
         self._reduces, self._lets_go = True, True
         self._were_gathered = False
 
@@ -102,11 +108,50 @@ class Sharding:
         for unit in self.units():
             yield from _held_by(unit)
 
+    def begin_step(self) -> None:
+        """Begins a step: nothing is left of one that was broken off."""
+        if self._in_step:
+            self.reset()
+        self._require_whole()
+        self._in_step = True
+
+    def end_step(self) -> None:
+        """Ends it: gradients are reduced, and nothing waits."""
+        self._in_step = False
+
+    def begin_forward(self) -> None:
+        """Marks where torch's list of the units that ran begins anew."""
+        self._require_whole()
+        self._first_run = len(self._run_order())
+
+    def ran(self) -> list[Any]:
+        """Returns torch's parameter groups in the order in which the last forward ran their units."""
+        return self._run_order()[self._first_run :]
+
+    def _run_order(self) -> list[Any]:
+        order: list[Any] = getattr(self.root._get_fsdp_state()._comm_ctx, "post_forward_order", [])
+        return order
+
     def reset(self) -> None:
-        """Ends a forward that has raised, where torch can (from 2.13 on): the model can be used again."""
-        if hasattr(self.root, "reset_iter_state"):
-            with contextlib.suppress(RuntimeError):
-                self.root.reset_iter_state()
+        """Ends a forward or a step that has raised, and drops its gradients, where torch can (from 2.13 on)."""
+        self._in_step = False
+        if self.root._get_fsdp_state()._is_root is None:  # nothing has run
+            return
+        if not hasattr(self.root, "reset_iter_state"):
+            self._broken = True
+            return
+        self.root.reset_iter_state()
+        for held in self.sharded():
+            held.unsharded_accumulated_grad = None
+            if hasattr(held, "_unsharded_param"):
+                held._unsharded_param.grad = None
+
+    def _require_whole(self) -> None:
+        if self._broken:
+            raise ModelError(
+                "An error has broken off a forward or a step of this sharded model, and torch "
+                f"{torch.__version__} cannot begin another. Make the model anew and load its state, or use torch 2.13."
+            )
 
 
 def _held_by(unit: Any) -> Iterator[Any]:
@@ -139,6 +184,10 @@ def shard(model: nn.Module, units: Sequence[Unit], layout: Layout) -> Sharding:
         return earlier
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    originals = Originals(model)
+    for parameter in model.parameters():
+        if not is_spread(parameter) and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()  # torch shards no other layout
     root = _Root(model)
     policy = MixedPrecisionPolicy(layout.gathered_in, layout.reduced_in, cast_forward_inputs=False)
     for unit in sorted(units, key=lambda unit: -unit.name.count(".")):
@@ -146,7 +195,7 @@ def shard(model: nn.Module, units: Sequence[Unit], layout: Layout) -> Sharding:
     fully_shard(
         root, mesh=layout.mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=_offload("", layout)
     )
-    sharding = Sharding(root, layout)
+    sharding = Sharding(root, layout, originals)
     for held in sharding.sharded():
         if held.offload_to_cpu:
             keep_on_host(held.sharded_param)
@@ -228,14 +277,16 @@ class Entrance(nn.Module):
         """Runs a step; what it gathers is let go of at once where no backward follows."""
         sharding = self._sharding[0]
         self._share_statistics()
+        sharding.begin_forward()
         try:
             _, opaque = sharding.root(self.steps, step, batch)
-        except Exception as error:
+        except BaseException as error:
             sharding.reset()
             if "mixed torch.Tensor and DTensor" in str(error):
                 raise ModelError(_used_outside(sharding)) from error
             raise
         if not torch.is_grad_enabled():
+            sharding.changes.require_none()
             sharding.let_go()
         return opaque.returned
 

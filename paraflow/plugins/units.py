@@ -49,7 +49,7 @@ def find_units(model: nn.Module, asked: Asked | None = None) -> list[Unit]:
 
     Raises:
         ModelError: What was asked for matches nothing, has no forward, or shares a parameter with what is outside; or
-            a parameter is a single number without a dimension.
+            a parameter is a single number without a dimension; or an embedding makes sparse gradients.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -59,6 +59,7 @@ def find_units(model: nn.Module, asked: Asked | None = None) -> list[Unit]:
         ['2']
     """
     _require_no_scalars(model)
+    _require_no_sparse(model)
     if asked is None:
         asked = getattr(model, "fsdp_units", None)
     chosen = _automatic(model) if asked is None else _asked_for(model, asked)
@@ -85,8 +86,11 @@ def _automatic(model: nn.Module) -> dict[str, nn.Module]:
         for child_name, child in module.named_children():
             path = f"{name}.{child_name}" if name else child_name
             layer = _is_layer(child)
+            if not runs(child):
+                visit(path, child)
+                continue
             large = layer and sum(parameter.nbytes for parameter in child.parameters()) >= smallest
-            block = not layer and type(child) in repeated and not isinstance(child, _CONTAINERS)
+            block = not layer and type(child) in repeated
             if (large or block) and not isinstance(child, _USED_ELSEWHERE) and not _shared(child, owners):
                 found[path] = child
             elif not layer:
@@ -110,6 +114,11 @@ def _is_layer(module: nn.Module) -> bool:
     """Whether a module is used as one: no part of it runs by itself, or it uses the weights of its parts directly."""
     whole = isinstance(module, nn.MultiheadAttention) or hasattr(module, "parametrizations")
     return whole or not any(_has_parameters(child) for child in module.children())
+
+
+def runs(module: nn.Module) -> bool:
+    """Returns whether a module has a forward of its own; one that is never called gathers nothing."""
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -173,8 +182,9 @@ def _told(named: dict[str, nn.Module]) -> str:
 
 
 def _require_unit(name: str, module: nn.Module, owners: dict[int, set[int]]) -> None:
-    if isinstance(module, _CONTAINERS) and type(module).forward is nn.Module.forward:
-        raise ModelError(f"{name} is a {type(module).__name__}, which has no forward; write units=['{name}.*'].")
+    if not runs(module):
+        remedy = f"write units=['{name}.*']" if isinstance(module, _CONTAINERS) else "leave it out"
+        raise ModelError(f"{name} is a {type(module).__name__}, which has no forward; {remedy}.")
     if _shared(module, owners):
         raise ModelError(
             f"{name} shares a parameter with a module outside of it, and tied weights must be in one unit. Name a "
@@ -189,6 +199,16 @@ def _require_no_scalars(model: nn.Module) -> None:
             f"{', '.join(scalars[:5])} of {type(model).__name__}: a parameter of no dimension cannot be sharded. "
             "Give it one: nn.Parameter(torch.zeros(1)) in place of nn.Parameter(torch.zeros(()))."
         )
+
+
+def _require_no_sparse(model: nn.Module) -> None:
+    for name, layer in model.named_modules():
+        if isinstance(layer, _USED_ELSEWHERE) and layer.sparse and layer.weight.requires_grad:
+            kind = type(layer).__name__
+            raise ModelError(
+                f"{name or kind} was made with sparse=True, and sparse gradients cannot be sharded. Write "
+                f"nn.{kind}(..., sparse=False), or use dp= in place of fsdp=."
+            )
 
 
 def _require_one_dtype(name: str, parameters: Iterable[nn.Parameter]) -> None:

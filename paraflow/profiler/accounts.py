@@ -12,13 +12,15 @@ from paraflow.profiler.operations import Call, Recording
 from paraflow.recompute.operations import is_kept_always, may_be_kept
 
 
-def profile_of(parts: Sequence[Recording]) -> Profile:
+def profile_of(parts: Sequence[Recording], *, gradients_there: bool = True) -> Profile:
     """Returns what the parts of a forward hold and take.
 
     Args:
         parts: In the order of forward: one of what lies outside the blocks before, between and after calls of blocks.
+        gradients_there: Whether parameters have gradients already when backward makes new ones, which are then there
+            beside them; else those that backward makes are not counted.
     """
-    accounts = _Accounts(parts)
+    accounts = _Accounts(parts, gradients_there)
     profiles = [accounts.of(index) for index in range(len(parts))]
     held = sum(size for key, size in accounts.returned.items() if key not in accounts.pinned)
     merged = _alike_made_even(_merged(profiles))
@@ -34,14 +36,15 @@ class _Accounts:
     it, or a block whose input it is, and which needs it in backward.
     """
 
-    def __init__(self, parts: Sequence[Recording]) -> None:
+    def __init__(self, parts: Sequence[Recording], gradients_there: bool) -> None:
         self._parts = parts
+        self._gradients_there = gradients_there
         self.pinned: dict[int, int] = {}
         for index, part in enumerate(parts):
             for key in part.saved:
                 if not part.name or key in part.inputs:
                     self.pinned.setdefault(key, index)
-        self._pending = _pending(parts)
+        self._pending = _pending(parts, gradients_there)
         self.returned = {key: storage.nbytes() for key, storage in parts[-1].outputs.items()}
 
     def of(self, index: int) -> BlockProfile:
@@ -54,7 +57,7 @@ class _Accounts:
             part.name,
             kept=kept + sum(part.inner.values()),
             input=given + sum(op.bytes for op in always),
-            whole=self._around(index) + _whole(part) + sum(op.extra for op in always),
+            whole=self._around(index) + self._whole(part) + sum(op.extra for op in always),
             shared=sum(s.nbytes() for key, s in part.inputs.items() if self._is_shared(key, index)),
             seconds=part.seconds,
             again=sum(op.seconds for op in operations),
@@ -93,7 +96,7 @@ class _Accounts:
         counted = {key: size for key, size in call.made.items() if key not in part.outputs or self._is_free(key, index)}
         needless = sum(s for key, s in counted.items() if key not in part.inner and key not in part.saved)
         keepable = any(call.made.values()) and not call.written and may_be_kept(call.operator)
-        there = self._around(index) + _there(call, part) if call.touched else 0
+        there = self._around(index) + self._there(call, part) if call.touched else 0
         return Operation(call.name, call.occurrence, call.seconds, sum(counted.values()), needless, there, keepable)
 
     def _is_free(self, key: int, index: int) -> bool:
@@ -101,25 +104,23 @@ class _Accounts:
         holder = self.pinned.get(key, index)
         return holder <= index or not self._next_to(index, holder)
 
+    def _whole(self, part: Recording) -> int:
+        """The most that is there at once in backward, besides the inputs.
 
-def _whole(part: Recording) -> int:
-    """The most that is there at once in backward, besides the inputs.
+        While backward is in a call, what was kept up to it is there, a gradient for each of its tensors, and, unless it
+        is the last call, the gradient of the output, which may yet have another way to go.
+        """
+        kept = part.calls[-1].saved if part.calls else 0
+        return max([kept, *(self._there(call, part) for call in part.calls if call.touched)])
 
-    While backward is in a call, what was kept up to it is there, a gradient for each of its tensors, and, unless it is
-    the last call, the gradient of the output, which may yet have another way to go.
-    """
-    kept = part.calls[-1].saved if part.calls else 0
-    return max([kept, *(_there(call, part) for call in part.calls if call.touched)])
-
-
-def _there(call: Call, part: Recording) -> int:
-    """What is there while backward is in a call: what was kept up to it, and gradients."""
-    last = next(other for other in reversed(part.calls) if other.touched)
-    pending = sum(storage.nbytes() for storage in part.outputs.values()) if part.name and call is not last else 0
-    return call.saved + call.touched + pending
+    def _there(self, call: Call, part: Recording) -> int:
+        """What is there while backward is in a call: what was kept up to it, and gradients."""
+        last = next(other for other in reversed(part.calls) if other.touched)
+        pending = sum(storage.nbytes() for storage in part.outputs.values()) if part.name and call is not last else 0
+        return call.saved + call.touched - (0 if self._gradients_there else call.weights) + pending
 
 
-def _pending(parts: Sequence[Recording]) -> list[int]:
+def _pending(parts: Sequence[Recording], gradients_there: bool) -> list[int]:
     """Bytes of gradients that wait while backward is in each part.
 
     The gradient of what several parts read, such as a tied weight or a skip connection, is there from the last of them
@@ -137,8 +138,10 @@ def _pending(parts: Sequence[Recording]) -> list[int]:
         if part.name:
             made |= part.outputs.keys()
     waiting = [0] * len(parts)
+    weights = set() if gradients_there else set().union(*(part.parameters for part in parts))
     for key, count in size.items():
-        for index in range(first[key], last[key]):
+        # A tied weight's gradient that is not counted is there twice when the second part of it is made.
+        for index in range(first[key], first[key] + 1 if key in weights and last[key] > first[key] else last[key]):
             waiting[index] += count
     return waiting
 

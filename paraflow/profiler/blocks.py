@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from paraflow.buffers import Buffers
 from paraflow.data.order import preserved_random_state
+from paraflow.parts import is_spread
 from paraflow.planner.blocks import Profile
 from paraflow.profiler.accounts import profile_of
 from paraflow.profiler.operations import Call, Recording, Watch, measured, storage_of, tensors_in
@@ -26,6 +27,8 @@ def measure(
     blocks: Mapping[str, nn.Module],
     run: Callable[[], Any],
     context: AbstractContextManager[Any] | None = None,
+    *,
+    gradients_there: bool = True,
 ) -> Profile:
     """Measures what forward keeps and takes, block by block, without ever holding the activations of two.
 
@@ -38,6 +41,8 @@ def measure(
         blocks: Parts of it by name, none inside another; one that is called several times counts each call.
         run: Runs the model's forward and loss on a batch that is on the model's device.
         context: What forward is run in, such as autocast.
+        gradients_there: Whether parameters have gradients already, to which backward adds, as from a step's second
+            micro-batch on; else those that it makes are left to the caller to count.
 
     Returns:
         The model's parts in the order in which they were called. Bytes are exact but for the gradients in
@@ -53,9 +58,28 @@ def measure(
     device = _device_of(module)
     watch = Watch(memory_of(module), measured(device))
     timer = _Timer(device)
-    with as_before(module), replaced(blocks, Probe(watch, timer)):
+    with as_before(module), _gathered_noted(module, watch), replaced(blocks, Probe(watch, timer)):
         watched(watch, run, context)
-    return profile_of(watch.parts)
+    return profile_of(watch.parts, gradients_there=gradients_there)
+
+
+@contextmanager
+def _gathered_noted(module: nn.Module, watch: Watch) -> Iterator[None]:
+    """Counts what a sharded model gathers as its parameters, which it is, wherever they are gathered."""
+    hooks = []
+    if any(is_spread(parameter) for parameter in module.parameters()):
+
+        def note(layer: nn.Module, args: Any) -> None:
+            found = (storage_of(parameter) for parameter in layer.parameters(recurse=False))
+            watch.own |= {storage._cdata: storage for storage in found}
+
+        # Behind those that gather: they come first.
+        hooks = [layer.register_forward_pre_hook(note) for layer in module.modules() if layer._parameters]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _device_of(module: nn.Module) -> torch.device:

@@ -19,6 +19,10 @@ Clock = Callable[[Callable[[], Any], Any, Any, Any], tuple[Any, float]]
 """From a call that runs an operator, the operator and its arguments, to what it returns and its seconds."""
 
 
+_NOT_IN_BACKWARD = ("fsdp", "c10d")
+"""Namespaces of operators that backward does not go through: what gathers parameters, and other collectives."""
+
+
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     """Returns the memory of a tensor on this rank; its ``_cdata`` tells it from others as long as it is held."""
     return parts.local(tensor).untyped_storage()
@@ -44,6 +48,7 @@ class Call:
         written: Whether something that it made was written to later.
         saved: Bytes kept for backward so far, when the next call began; the inputs of the part left out.
         touched: Bytes of the floating-point tensors it read and made or wrote: backward makes a gradient for each.
+        weights: The part of `touched` that are parameters or buffers.
     """
 
     operator: Any
@@ -54,6 +59,7 @@ class Call:
     written: bool = False
     saved: int = 0
     touched: int = 0
+    weights: int = 0
 
 
 @dataclass
@@ -110,7 +116,10 @@ class Recording:
         name, sizes = str(func), {key: s.nbytes() for key, (s, _) in fresh.items()}
         call = Call(func, name, self._counts[name], seconds, sizes)
         self._counts[name] += 1
-        if fresh or getattr(getattr(func, "_schema", None), "is_mutable", False):
+        outside = getattr(func, "namespace", "") in _NOT_IN_BACKWARD or name.startswith("aten.empty")
+        if outside:
+            read = {}
+        elif fresh or getattr(getattr(func, "_schema", None), "is_mutable", False):
             both = [*read.values(), *((storage_of(tensor), tensor) for tensor in tensors_in(made))]
             call.touched = sum(s.nbytes() for s, tensor in both if tensor.is_floating_point())
         if "convolution" in name and any(tensor.device.type == "cpu" for _, tensor in read.values()):
@@ -211,7 +220,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._write(storage_of(tensor)._cdata)
         self.part.call(func, args, kwargs, made, seconds)
         self.part.parameters |= self.part.reads.keys() & self.own.keys()
+        self._weigh(self.part.calls[-1], tensors_in(args, kwargs))
         return made
+
+    def _weigh(self, call: Call, read: Iterable[torch.Tensor]) -> None:
+        if call.touched:
+            own = {(s := storage_of(tensor))._cdata: s.nbytes() for tensor in read if tensor.is_floating_point()}
+            call.weights = sum(size for key, size in own.items() if key in self.own)
 
     def _write(self, key: int) -> None:
         if self.part.write(key):

@@ -5,25 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from paraflow.errors import ModelError
+from paraflow.errors import ModelError, ParaflowError
 from paraflow.recompute.kept import Call, Keeping, Kept, Replaying
+from paraflow.recompute.mentions import mentions_what_is_not_run_twice
 from paraflow.recompute.operations import Keeps, is_collective, is_kept_always, nothing_more
 from paraflow.recompute.surroundings import Moment, Surroundings
+
+_OF_THE_BLOCK = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+_NOT_OF_THE_BLOCK = (ParaflowError, torch.OutOfMemoryError, torch.distributed.DistError)
 
 
 class Recomputed:
     """The forward of a block, of which backward has the input and computes the rest again (Chen et al. 2016).
 
     It gives the same gradients, bit by bit: random numbers are the same the second time, buffers are not updated
-    twice, and what communicates or chooses is not run again. The first forward finds out whether there is anything of
-    that kind; a block without it runs without Python between its operators from then on.
+    twice, and what communicates or chooses is not run again. The block's code and its first forward tell whether there
+    is anything of that kind; without it there is no Python between a forward's operators. All that runs again is
+    watched, so that what begins later and was not kept is refused.
 
     Args:
         name: The block's name in the model.
@@ -36,11 +42,10 @@ class Recomputed:
         self._forward: Callable[..., Any] = block.forward
         self._block = block
         self._keeps = keeps
-        self._surroundings = Surroundings(block)
+        self._surroundings = Surroundings(name, block)
         self._unread: set[Call] = set()
-        self._plain: dict[bool, bool] = {}
-        # A sharded part gathers its parameters among the block's operators, and not again when they run again.
-        self._collectives = not any(_is_sharded(part) for part in block.modules() if part is not block)
+        self._watched = keeps is not nothing_more or mentions_what_is_not_run_twice(block)
+        self._plain: set[bool] = set()  # the modes whose first forward had nothing to keep
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the block; the arguments and results are those of its forward."""
@@ -72,18 +77,44 @@ class Recomputed:
 
     def keeping(self, kept: Kept) -> AbstractContextManager[Any]:
         """Returns what forward runs in."""
-        if self._plain.get(self._block.training, False):
+        if not self._watched and self._block.training in self._plain:
             return nullcontext()
-        return Keeping(kept, self._keeps, self._unread, self._collectives)
+        return Keeping(kept, self._keeps, self._unread)
 
-    def learn(self, kept: Kept, moment: Moment, versions: list[tuple[int, int]]) -> None:
+    def learn(self, kept: Kept, moment: Moment) -> None:
         """Notes after a forward what it needed."""
-        self._surroundings.learn(moment, versions)
-        if self._keeps is nothing_more:
-            self._plain.setdefault(self._block.training, not kept.outputs)
+        self._surroundings.learn(moment)
+        self._watched = self._watched or bool(kept.outputs)
+        self._plain.add(self._block.training)
 
-    def unlearn(self, kept: Kept) -> None:
+    @contextmanager
+    def again(self, kept: Kept, moment: Moment) -> Iterator[None]:
+        """What running again is done in."""
+        with self._surroundings.as_at(moment):
+            try:
+                with Replaying(self._name, kept):
+                    yield
+            finally:
+                self._unlearn(kept)
+
+    def unpacked(self, unpack: Callable[[Any], Any], saved: Any) -> Any:
+        """Returns a tensor that backward needs, for which the block may run again first."""
+        try:
+            return unpack(saved)
+        except _NOT_OF_THE_BLOCK:
+            raise
+        except (CheckpointError, *_OF_THE_BLOCK) as error:
+            raise ModelError(
+                f"The block {self._name!r} did something else when it ran again in backward than before: "
+                f"{str(error).strip().splitlines()[0] if str(error) else type(error).__name__} A block has to do the "
+                "same with the same input. Where it adds to a cache that is an argument, switch the cache off in "
+                "training (model.config.use_cache = False in transformers); otherwise leave this block out: "
+                "activation_checkpointing takes a list of patterns of module names."
+            ) from error
+
+    def _unlearn(self, kept: Kept) -> None:
         """Notes after running again which outputs nothing asked for: what follows the last that backward needs."""
+        self._watched = self._watched or kept.missed
         unread = kept.outputs.keys() - kept.read
         self._unread |= {call for call in unread if not (is_kept_always(call[0]) or is_collective(call[0]))}
 
@@ -102,10 +133,13 @@ class _Visit:
 
     @contextmanager
     def _first(self) -> Iterator[None]:
-        versions = self.owner._surroundings.versions()
-        with self.owner.keeping(self.kept):
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, partial(self.owner.unpacked, unpack)),
+            self.owner.keeping(self.kept),
+        ):
             yield
-        self.owner.learn(self.kept, self.moment, versions)
+        self.owner.learn(self.kept, self.moment)
 
 
 class _Again:
@@ -116,28 +150,9 @@ class _Again:
         self._open: list[AbstractContextManager[Any]] = []
 
     def __enter__(self) -> None:
-        visit = self._visit
-        around = _both(visit)
+        around = self._visit.owner.again(self._visit.kept, self._visit.moment)
         around.__enter__()
         self._open.append(around)
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._open.pop().__exit__(*error)
-
-
-@contextmanager
-def _both(visit: _Visit) -> Iterator[None]:
-    kept = visit.kept
-    with visit.owner._surroundings.as_at(visit.moment):
-        if not kept.outputs:
-            yield
-            return
-        try:
-            with Replaying(kept):
-                yield
-        finally:
-            visit.owner.unlearn(kept)
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    return hasattr(module, "_get_fsdp_state")

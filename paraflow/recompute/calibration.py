@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -10,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from paraflow.data.batch import count_rows, take_rows
 from paraflow.errors import PlanError
-from paraflow.parts import is_spread, local
 from paraflow.plan_memory import bytes_of
-from paraflow.planner.blocks import Profile
 from paraflow.planner.recomputation import Costs, Cut, choose
 from paraflow.profiler import free_memory
+from paraflow.recompute.agreement import agreed, largest
+from paraflow.recompute.standing import standing
 
 if TYPE_CHECKING:
     from paraflow.data.batch import Batch
@@ -30,8 +32,8 @@ _PROBED = 2**26
 def choose_treatments(
     engine: Engine,
     blocks: Mapping[str, nn.Module],
-    run: Callable[[], Any],
-    context: AbstractContextManager[Any],
+    run: Callable[[Any], Any],
+    context: Callable[[], AbstractContextManager[Any]],
     batch: Batch,
 ) -> Cut:
     """Chooses what becomes of each block's activations, to meet the memory budget at the least time.
@@ -39,96 +41,107 @@ def choose_treatments(
     Args:
         engine: The engine; its plan has the budget.
         blocks: The blocks by name.
-        run: Runs forward and loss of the batch's first micro-batch.
-        context: What forward is run in.
+        run: Runs forward and loss on a micro-batch's data.
+        context: Makes what forward is run in.
         batch: This rank's share of the batch.
 
     Raises:
         PlanError: No choice meets the budget; raised on every rank alike.
     """
-    from paraflow.profiler.blocks import measure
-
-    profile, state, budget = _agreed(
-        engine, measure(engine.module, blocks, run, context), model_state(engine, blocks), _budget(engine)
-    )
-    link = _link_speed(engine.mesh.device)
-    cut = choose(
-        profile,
-        budget,
-        costs=Costs(link=None if link is None else engine.mesh.broadcast(link)),
-        model_state=state,
-        samples=max(1, max(batch.shares) // len(batch.micro_batches)),
-        accumulate=engine.plan.accumulate,
-    )
-    if engine.mesh.any(cut.unmet is not None):
-        raise PlanError(f"activation_checkpointing='auto': {cut.unmet or 'The budget of another rank cannot be met.'}")
+    choices = _Choices(engine, blocks, run, context)
+    data, count = batch.micro_batches[0].data, len(batch.micro_batches)
+    cut = choices.of(data, count)
+    if cut.unmet is not None:
+        advice = [*_smaller(choices, data, batch), *_on_more_ranks(choices, cut, count)]
+        raise PlanError(f"activation_checkpointing='auto': {' '.join([cut.unmet, *advice])}")
     return cut
 
 
-def model_state(engine: Engine, blocks: Mapping[str, nn.Module]) -> int:
-    """Returns the bytes that the model takes on this rank's device besides its activations.
+class _Choices:
+    """What would be chosen for micro-batches of different sizes: the same on all ranks, which measure in step."""
 
-    Parameters, buffers, gradients and the optimizer's state; where parameters are sharded also what is gathered at
-    once: two blocks and one block's gradients.
-    """
-    device = engine.mesh.device.type
-    held = [local(tensor) for tensor in (*engine.module.parameters(), *engine.module.buffers())]
-    trained = [local(parameter) for parameter in engine.parameters]
-    own = sum(tensor.nbytes for tensor in (*held, *trained) if tensor.device.type == device)
-    return own + _optimizer_bytes(engine.optimizer, device) + _gathered_bytes(engine, blocks)
+    def __init__(
+        self,
+        engine: Engine,
+        blocks: Mapping[str, nn.Module],
+        run: Callable[[Any], Any],
+        context: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self.engine = engine
+        self._blocks, self._run, self._context = blocks, run, context
+        self._standing = functools.cache(functools.partial(standing, engine))
+        self.budget = -largest(engine.mesh, -_budget(engine, self._standing(1).there))
+        link = _link_speed(engine.mesh.device)
+        self._costs = Costs(link=None if link is None else engine.mesh.broadcast(link))
+
+    def state(self, accumulate: int) -> int:
+        """The most that the model's state takes on a rank, in a step of so many micro-batches."""
+        state = self._standing(accumulate)
+        return largest(self.engine.mesh, max(state.running, state.applying))
+
+    def of(self, data: Any, accumulate: int) -> Cut:
+        """Measures a micro-batch's data, and chooses for a step of so many."""
+        from paraflow.profiler.blocks import measure
+
+        mesh = self.engine.mesh
+        state = self._standing(accumulate)
+        profile = measure(
+            self.engine.module,
+            self._blocks,
+            lambda: self._run(data),
+            self._context(),
+            gradients_there=accumulate > 1,
+        )
+        return choose(
+            agreed(mesh, profile, self.engine.say),
+            self.budget,
+            costs=self._costs,
+            model_state=largest(mesh, state.running),
+            applying=largest(mesh, state.applying),
+        )
 
 
-def _gathered_bytes(engine: Engine, blocks: Mapping[str, nn.Module]) -> int:
-    if not any(is_spread(parameter) for parameter in engine.module.parameters()):
-        return 0
-    sizes = [sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks.values()]
-    whole = sum(p.numel() * p.element_size() for p in engine.module.parameters())
-    return whole if engine.plan.zero < 3 else 3 * max(sizes, default=0)
+def _smaller(choices: _Choices, data: Any, batch: Batch) -> list[str]:
+    """The fewest micro-batches, doubled each time, that meet the budget: measured, for not all goes by samples."""
+    engine, count = choices.engine, len(batch.micro_batches)
+    if engine.plan.apply_groups == "backward":  # takes one micro-batch
+        return []
+    rows, samples = count_rows(data), -(-max(batch.shares) // count)
+    least = 2 if any(getattr(layer, "track_running_stats", False) for layer in engine.module.modules()) else 1
+    times = 2
+    while samples // times >= least and choices.state(times * count) <= choices.budget:
+        part = take_rows(data, 0, max(least, -(-rows // times)), rows)
+        if choices.of(part, times * count).unmet is None:
+            return [f"Or write accumulate={times * count}, for micro-batches of {-(-samples // times)} samples."]
+        times *= 2
+    return []
 
 
-def _optimizer_bytes(optimizer: torch.optim.Optimizer, device: str) -> int:
-    """The state that is there, and for parameters that have none yet what the optimizer will make."""
-    total = 0
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            held = local(parameter)
-            if held.device.type != device:
-                continue
-            there = [local(value) for value in optimizer.state.get(parameter, {}).values() if torch.is_tensor(value)]
-            total += sum(value.nbytes for value in there) if there else held.nbytes * _slots(group)
-    return total
+def _on_more_ranks(choices: _Choices, cut: Cut, count: int) -> list[str]:
+    """Sharding, where the model's state is what is too much, and is not sharded yet."""
+    from paraflow.plugins.gathered import gathered_bytes
+    from paraflow.plugins.units import find_units, rest_of
+
+    engine, state = choices.engine, choices.state(count)
+    if engine.partition_dims:
+        return []
+    units = find_units(engine.module)
+    rest = rest_of(engine.module, units)
+    for ranks in [engine.mesh.world_size] if engine.mesh.world_size > 1 else [2, 4, 8, 16]:
+        needs = gathered_bytes(units, rest, shards=ranks, lets_go=True, reduced_each=True)
+        if state // ranks + needs.held + cut.smallest - state <= choices.budget:
+            return [f"Or write fsdp={ranks}{'' if engine.mesh.world_size > 1 else f' on {ranks} ranks'}."]
+    return []
 
 
-def _slots(group: Mapping[str, Any]) -> int:
-    """Tensors of a parameter's shape that an optimizer keeps for it, told by its options."""
-    if "betas" in group:
-        return 2 + bool(group.get("amsgrad"))
-    averages = "alpha" in group or "rho" in group or "lr_decay" in group
-    return int(averages) + bool(group.get("momentum")) + bool(group.get("centered"))
-
-
-def _budget(engine: Engine) -> int:
+def _budget(engine: Engine, there: int) -> int:
     if engine.plan.memory_budget is not None:
         return bytes_of(engine.plan.memory_budget)
     device = engine.mesh.device
     if device.type == "cuda":
+        # What torch has reserved holds what is there already, and what it would hand out again.
         return int(_USABLE * (free_memory(device) + torch.cuda.memory_reserved(device)))
-    held = sum(local(tensor).nbytes for tensor in (*engine.module.parameters(), *engine.module.buffers()))
-    return int(_USABLE * free_memory(device)) + held
-
-
-def _agreed(engine: Engine, profile: Profile, state: int, budget: int) -> tuple[Profile, int, int]:
-    """The largest figures and the smallest budget of all ranks; of parts that differ each rank has its own."""
-    mesh = engine.mesh
-    if mesh.world_size == 1:
-        return profile, state, budget
-    size = torch.tensor([len(profile.numbers())])
-    figures = [float(state), float(-budget)]
-    alike = len({int(one) for one in mesh.all_gather(size)}) == 1
-    if alike:
-        figures += profile.numbers()
-    largest = torch.stack(mesh.all_gather(torch.tensor(figures, dtype=torch.float64))).amax(0).tolist()
-    return profile.with_numbers(largest[2:]) if alike else profile, int(largest[0]), int(-largest[1])
+    return int(_USABLE * free_memory(device)) + there
 
 
 def _link_speed(device: torch.device) -> float | None:

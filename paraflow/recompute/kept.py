@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from paraflow.errors import ModelError
-from paraflow.recompute.operations import Keeps, is_collective, is_kept_always, may_be_kept, written_by
+from paraflow.recompute.operations import Keeps, is_collective, is_never_run_again, may_be_kept, written_by
+from paraflow.recompute.sharding import is_of_sharding
 
 Call = tuple[Any, int]
 """An operator and the place of its call."""
@@ -59,12 +60,12 @@ class Kept:
     Attributes:
         outputs: Each by operator and place.
         read: Those that were asked for when the block ran again.
-        drew: Whether some operator was given a generator of its own, which running again would move on.
+        missed: Whether one was asked for that is not there, and that may not be run again.
     """
 
     outputs: dict[Call, _Output] = field(default_factory=dict)
     read: set[Call] = field(default_factory=set)
-    drew: bool = False
+    missed: bool = False
 
 
 class Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -74,13 +75,12 @@ class Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kept: Where they are put.
         keeps: Which, besides those that are always kept.
         unread: Calls whose outputs nothing reads when the block runs again.
-        collectives: Whether collectives are kept; not where those of a sharded model run among them.
     """
 
-    def __init__(self, kept: Kept, keeps: Keeps, unread: set[Call], collectives: bool = True) -> None:
+    def __init__(self, kept: Kept, keeps: Keeps, unread: set[Call]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept, self._keeps, self._unread, self._collectives = kept, keeps, unread, collectives
-        self._calls: Counter[Any] = Counter()
+        self._kept, self._keeps, self._unread = kept, keeps, unread
+        self._calls: Counter[int] = Counter()
         self._by_storage: dict[int, list[_Value]] = {}
         self._just_written: list[_Value] = []
 
@@ -93,23 +93,20 @@ class Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # its parts come here next
         self._settle()
         kwargs = kwargs or {}
+        if is_collective(func) and is_of_sharding():
+            return func(*args, **kwargs)
         written = written_by(func, args, kwargs)
         for tensor in written:
             self._copy_before_write(tensor)
         out = func(*args, **kwargs)
-        place = self._calls[func]
-        self._calls[func] += 1
+        place = self._calls[id(func)]
+        self._calls[id(func)] += 1
         if self._is_kept(func, place, kwargs):
             self._keep((func, place), out, written, kwargs)
         return out
 
     def _is_kept(self, func: Any, place: int, kwargs: dict[str, Any]) -> bool:
-        if kwargs.get("generator") is not None:
-            self._kept.drew = True
-            return True
-        if is_collective(func):
-            return self._collectives
-        if is_kept_always(func):
+        if is_never_run_again(func, kwargs):
             return True
         return may_be_kept(func) and self._keeps(func, place) and (func, place) not in self._unread
 
@@ -158,35 +155,52 @@ class Replaying(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs operators again, except those of which there is the output.
 
     Args:
+        name: The block's name in the model.
         kept: The outputs.
+
+    Raises:
+        ModelError: The block communicates, chooses or draws, and there is no output of it.
     """
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, name: str, kept: Kept) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept = kept
-        self._counted = {operator for operator, _ in kept.outputs}
-        self._calls: Counter[Any] = Counter()
+        self._name, self._kept = name, kept
+        self._counted = {id(operator) for operator, _ in kept.outputs}
+        self._calls: Counter[int] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _is_wrapped(types):
             return NotImplemented
         kwargs = kwargs or {}
-        if func not in self._counted:
+        never = is_never_run_again(func, kwargs)
+        if not never and id(func) not in self._counted:
             return func(*args, **kwargs)
-        call = (func, self._calls[func])
-        self._calls[func] += 1
+        if never and is_collective(func) and is_of_sharding():
+            return func(*args, **kwargs)
+        call = (func, self._calls[id(func)])
+        self._calls[id(func)] += 1
         output = self._kept.outputs.get(call)
         if output is None:
-            return func(*args, **kwargs)
+            return self._refuse(func) if never else func(*args, **kwargs)
         self._kept.read.add(call)
         if all(value.stands for value in (*output.leaves, *output.written) if isinstance(value, _Value)):
             return _give(output, written_by(func, args, kwargs))
         if is_collective(func) or kwargs.get("generator") is not None:
             raise ModelError(
-                f"The result of {func} inside a recomputed block was written in place after the block, so it is not "
-                "there any more for backward, and it cannot be run again. Use an operation that is not in place."
+                f"The result of {func} inside the recomputed block {self._name!r} was written in place after the "
+                "block, so it is not there any more for backward, and it cannot be run again. Use an operation that is "
+                "not in place."
             )
         return func(*args, **kwargs)
+
+    def _refuse(self, func: Any) -> Any:
+        self._kept.missed = True
+        raise ModelError(
+            f"The block {self._name!r} runs {func} in backward, whose result was not kept: no forward of the block had "
+            "done the like before this one, and what communicates, chooses or draws from a generator of its own must "
+            "not be run twice. Write activation_checkpointing='selective', which watches every operator, or leave this "
+            "block out: activation_checkpointing takes a list of patterns of module names."
+        )
 
 
 def _give(output: _Output, written: list[torch.Tensor]) -> Any:
@@ -209,7 +223,7 @@ def _same_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_wrapped(types: Any) -> bool:
     """Whether some argument is made of other tensors, such as one that is spread over ranks."""
-    return any(hasattr(kind, "__tensor_flatten__") for kind in types)
+    return bool(types) and any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
 def _random_state(device: torch.device) -> torch.Tensor | None:

@@ -37,6 +37,7 @@ _PRODUCTS = frozenset(
     "aten::" + name
     for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
 )
+_KEPT_ALWAYS: dict[int, tuple[Any, bool]] = {}  # by id: torch hashes an operator in Python, at every call of every one
 _FIRST_IS_WRITTEN = frozenset({"c10d"})
 
 
@@ -49,15 +50,26 @@ def is_collective(operator: Any) -> bool:
     return str(getattr(operator, "namespace", "")) in _COLLECTIVES and not _name(operator).endswith("wait_tensor")
 
 
-@cache
 def is_kept_always(operator: Any) -> bool:
     """Whether an operator is never run again: it communicates, or it chooses (an expert, a sample).
 
     A choice between values that are nearly equal may come out otherwise the second time.
     """
+    known = _KEPT_ALWAYS.get(id(operator))
+    if known is None:
+        known = _KEPT_ALWAYS[id(operator)] = (operator, _is_kept_always(operator))
+    return known[1]
+
+
+def _is_kept_always(operator: Any) -> bool:
     if _name(operator) == "aten::max":
         return "dim" in str(operator._overloadname)
     return is_collective(operator) or _name(operator) in _ROUTING
+
+
+def is_never_run_again(operator: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call is never run again: its operator is of those, or draws from a generator that it was given."""
+    return is_kept_always(operator) or (bool(kwargs) and kwargs.get("generator") is not None)
 
 
 @cache

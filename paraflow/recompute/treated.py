@@ -9,6 +9,7 @@ from torch import nn
 
 from paraflow.planner.recomputation import Treatment
 from paraflow.recompute.block import Recomputed
+from paraflow.recompute.caches import Caches
 from paraflow.recompute.compiled import compilable
 from paraflow.recompute.offload import Offloaded, Waiting
 from paraflow.recompute.operations import nothing_more, these, what_is_expensive
@@ -100,16 +101,18 @@ class TreatedSteps(nn.Module):
     Args:
         steps: Called as ``steps(step_name, batch)``.
         treated: The blocks.
+        caches: What switches the model's caches off.
     """
 
-    def __init__(self, steps: nn.Module, treated: TreatedBlocks) -> None:
+    def __init__(self, steps: nn.Module, treated: TreatedBlocks, caches: Caches) -> None:
         super().__init__()
         self.module = steps
         self._treated = treated
+        self._caches = caches
 
     def forward(self, step: str, batch: Any) -> Any:
         """Runs a step."""
-        with self._treated:
+        with self._treated, self._caches:
             return self.module(step, batch)
 
 

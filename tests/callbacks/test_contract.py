@@ -10,6 +10,7 @@ import inspect
 import os
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,16 +80,21 @@ def test_only_events_that_are_overridden_are_called(tmp_path: Path, name: str) -
     for hook in HOOKS:
         expected = [getattr(callback, hook)] if hook in overridden(callback) else []
         assert list(dispatcher._methods[hook]) == expected, hook
-    in_step = {f"on_{field}": listeners for field, listeners in vars(dispatcher.step_hooks()).items()}
+    in_step = {f"on_{field}": listeners for field, listeners in listeners_of(dispatcher).items()}
     assert {hook for hook, listeners in in_step.items() if listeners} == overridden(callback) & in_step.keys()
     dispatcher.start(0, lambda value: value)
     assert len(dispatcher._step_end) == ("on_step_end" in overridden(callback))
 
 
+def listeners_of(dispatcher: Any) -> dict[str, Any]:
+    return {field: value for field, value in vars(dispatcher.step_hooks()).items() if field != "bytes_held"}
+
+
 def test_a_plain_callback_adds_nothing_to_any_event() -> None:
     dispatcher = pf.Trainer(progress=False, callbacks=[pf.Callback(), pf.Callback()]).dispatcher
     assert all(not methods for methods in dispatcher._methods.values())
-    assert not any(vars(dispatcher.step_hooks()).values())
+    assert not any(listeners_of(dispatcher).values())
+    assert dispatcher.step_hooks().bytes_held() == 0
     dispatcher.start(0, lambda value: value)
     assert dispatcher.due(1) == []
 
@@ -118,6 +124,9 @@ def test_callbacks_come_as_given_then_loggers_then_the_bar(capsys: Any) -> None:
     assert trainer.dispatcher._methods["on_epoch_end"][-1] == trainer.callbacks[3].on_epoch_end
 
 
+Lived = Callable[[str, int], list[dict[str, Any]]]
+
+
 def grabbed(name: str, folder: str) -> tuple[bool, bool]:
     """Whether there is state in the middle of a run, and whether it comes through the disk and another object."""
     mine, grab = make(name, folder), Grab()
@@ -132,8 +141,8 @@ def grabbed(name: str, folder: str) -> tuple[bool, bool]:
 
 
 @rows_and_sizes
-def test_state_comes_back_through_the_disk(ranks: Any, tmp_path: Path, name: str, size: int) -> None:
-    assert ranks(size, grabbed, name, str(tmp_path)) == [(TABLE[name].keeps, True)] * size
+def test_state_comes_back_through_the_disk(lived: Lived, name: str, size: int) -> None:
+    assert [found["state"] for found in lived(name, size)] == [(TABLE[name].keeps, True)] * size
 
 
 @functools.cache
@@ -157,8 +166,8 @@ def resumed(name: str, folder: str) -> dict[str, bool]:
 
 
 @rows_and_sizes
-def test_a_resumed_run_is_the_run(ranks: Any, tmp_path: Path, name: str, size: int) -> None:
-    for found in ranks(size, resumed, name, str(tmp_path)):
+def test_a_resumed_run_is_the_run(lived: Lived, name: str, size: int) -> None:
+    for found in [life["resumed"] for life in lived(name, size)]:
         assert found["as one that was not stopped"]
         assert found["as one without it"] or TABLE[name].changes
         assert not (found["as one without it"] and TABLE[name].changes and size == 1), "the row shows nothing"
@@ -173,10 +182,31 @@ def fit_twice(name: str, folder: str) -> tuple[bool, bool]:
 
 
 @rows_and_sizes
-def test_a_second_fit_begins_anew(ranks: Any, tmp_path: Path, name: str, size: int) -> None:
+def test_a_second_fit_begins_anew(lived: Lived, name: str, size: int) -> None:
     if name in _SLOW:
         pytest.skip("a second run has an id of its own")
-    assert ranks(size, fit_twice, name, str(tmp_path)) == [(True, True)] * size
+    assert [found["again"] for found in lived(name, size)] == [(True, True)] * size
+
+
+def life(name: str, folder: str) -> dict[str, Any]:
+    """What the three tests above ask for, in one call of the ranks."""
+    home = Path(folder)
+    for part in ("state", "resumed", "again"):
+        (home / part).mkdir(exist_ok=True)
+    state, rest = grabbed(name, str(home / "state")), resumed(name, str(home / "resumed"))
+    return {"state": state, "resumed": rest, "again": name in _SLOW or fit_twice(name, str(home / "again"))}
+
+
+@pytest.fixture(scope="module")
+def lived(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Lived:
+    """`lived(name, size)`: what comes of a callback on each of so many ranks, once."""
+
+    @functools.cache
+    def of(name: str, size: int) -> list[dict[str, Any]]:
+        outcomes: list[dict[str, Any]] = ranks(size, life, name, str(tmp_path_factory.mktemp("life")))
+        return outcomes
+
+    return of
 
 
 class Break(pf.Callback):

@@ -134,6 +134,18 @@ def test_what_is_not_whole_is_shown_all_the_same(home: Path) -> None:
     assert "has no tensors-00001.safetensors" in gone.stderr
 
 
+def test_one_put_together_from_two_saves_or_cut_short_is_told_without_reading_tensors(home: Path) -> None:
+    step, other, last = (home / f"step-0000000{number}" for number in (2, 4, 6))
+    shutil.copy(other / "tensors-00001.safetensors", step)
+    with (last / "tensors-00000.safetensors").open("ab") as file:
+        file.write(b"0")
+    results = [inspect(place) for place in (step, last, home)]
+    assert [result.exit_code for result in results] == [1, 1, 1]
+    assert "put together from two saves: tensors-00001.safetensors is not of this one." in results[0].stdout
+    assert "tensors-00000.safetensors changed since it was written. Use another:" in results[1].stderr
+    assert inspect(other).exit_code == 0
+
+
 def test_nothing_there_is_a_sentence(tmp_path: Path) -> None:
     result = inspect(tmp_path)
     assert result.exit_code == 1

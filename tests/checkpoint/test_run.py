@@ -16,7 +16,9 @@ import torch
 import paraflow as pf
 from paraflow.callbacks import Checkpoint
 from paraflow.checkpoint import find, load_model, saved_in
+from paraflow.checkpoint.contents import contents
 from paraflow.checkpoint.folders import tidy
+from paraflow.checkpoint.listing import entries
 from paraflow.checkpoint.reading import read
 from tests.callbacks.runs import linear, samples
 
@@ -49,7 +51,11 @@ def test_what_a_killed_process_left_half_done_is_never_taken_and_is_cleaned_up(t
 
 def test_tidying_leaves_what_can_be_recovered(tmp_path: Path) -> None:
     fit(tmp_path, keep=2)
-    (tmp_path / "step-00000004").rename(tmp_path / ".step-00000004.old")  # cut short between two renames
+    aside = (tmp_path / "step-00000004").rename(tmp_path / ".step-00000004.old")  # cut short between two renames
+    assert find(tmp_path) == find(tmp_path / "step-00000004") == aside
+    assert [entry.path for entry in entries(tmp_path)] == [tmp_path / "step-00000003", aside]
+    assert contents(tmp_path / "step-00000004").step == 4
+    assert aside.is_dir()  # who reads renames nothing: a run may be between its two renames
     tidy(tmp_path)
     assert names(tmp_path) == ["step-00000003", "step-00000004"]
     assert fit(tmp_path, 5, resume="auto", keep=2).step == 5

@@ -75,6 +75,16 @@ def saved(folder: str, background: bool, **plan: int) -> dict[str, Any]:
 LAYOUTS = [{"fsdp": 2}, {"fsdp": 4}, {"dp": 2, "fsdp": 2}]
 
 
+@pytest.fixture(scope="module")
+def shelf(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints that tests read or copy: of two ranks ``a`` and a later ``b``, of four ``four``."""
+    home = tmp_path_factory.mktemp("shelf")
+    ranks(2, saved, str(home / "a"), False, fsdp=2)
+    ranks(2, saved, str(home / "b"), False, fsdp=2)
+    ranks(4, saved, str(home / "four"), False, fsdp=4)
+    return home
+
+
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("plan", LAYOUTS, ids=str)
 def test_each_rank_writes_its_own_part_and_one_process_reads_the_whole(
@@ -118,16 +128,15 @@ def test_nothing_large_is_gathered_and_nothing_is_left_in_the_store(ranks: Any, 
     ],
     ids=str,
 )
-def test_a_box_is_read_from_the_pieces_it_lies_in(ranks: Any, tmp_path: Path, box: Any) -> None:
-    ranks(4, saved, str(tmp_path / "a"), False, fsdp=4)
-    stored = take(tmp_path / "a")["model"]["even"]
+def test_a_box_is_read_from_the_pieces_it_lies_in(shelf: Path, box: Any) -> None:
+    stored = take(shelf / "four")["model"]["even"]
     assert isinstance(stored, Stored)
     assert len(stored.pieces) == 3, "six columns over four ranks are 2, 2, 2 and none"
     assert torch.equal(stored[box], WHOLE["even"][box])
 
 
-def test_what_is_on_disk_is_saved_again_as_it_is(ranks: Any, tmp_path: Path) -> None:
-    ranks(2, saved, str(tmp_path / "a"), False, fsdp=2)
+def test_what_is_on_disk_is_saved_again_as_it_is(shelf: Path, tmp_path: Path) -> None:
+    shutil.copytree(shelf / "a", tmp_path / "a")
     state = take(tmp_path / "a")
     shutil.rmtree(tmp_path / "a")  # it is open
     for background in (False, True):
@@ -153,9 +162,8 @@ def loads(folder: str, **plan: int) -> list[str]:
 
 
 @pytest.mark.parametrize("plan", LAYOUTS[1:], ids=str)
-def test_another_layout_reads_its_own_parts(ranks: Any, tmp_path: Path, plan: dict[str, int]) -> None:
-    ranks(2, saved, str(tmp_path / "a"), False, fsdp=2)
-    assert ranks(4, loads, str(tmp_path / "a"), **plan) == [[]] * 4
+def test_another_layout_reads_its_own_parts(ranks: Any, shelf: Path, plan: dict[str, int]) -> None:
+    assert ranks(4, loads, str(shelf / "a"), **plan) == [[]] * 4
 
 
 def broken(folder: str, rank: int, background: bool, what: str) -> tuple[str | None, list[str]]:
@@ -297,10 +305,10 @@ def with_a_hole(folder: Path) -> None:
     ],
 )
 def test_shards_that_are_missing_or_of_two_steps_are_refused(
-    ranks: Any, tmp_path: Path, damage: Any, sentence: str
+    ranks: Any, shelf: Path, tmp_path: Path, damage: Any, sentence: str
 ) -> None:
     for name in ("a", "b"):
-        ranks(2, saved, str(tmp_path / name), False, fsdp=2)
+        shutil.copytree(shelf / name, tmp_path / name)
     damage(tmp_path / "a")
     with pytest.raises(pf.CheckpointError) as caught:
         verify(tmp_path / "a")

@@ -40,6 +40,17 @@ def assert_trained_alike(pair: Pair, outcome: Outcome) -> None:
         slack = close if bound is None or "accuracy" not in name else {"rtol": 0.0, "atol": ONE_SAMPLE}
         assert_close(name, outcome.metrics[name], expected.metrics[name], **slack)
     assert_states_alike(pair, outcome.state, expected.state)
+    assert_activations_spared(pair, outcome)
+
+
+def assert_activations_spared(pair: Pair, outcome: Outcome) -> None:
+    """Something was run again in backward, or copied to the host, where the plan says so; and nothing elsewhere."""
+    if "compile" in pair.fields:
+        return  # what a compiled block does cannot be counted from outside
+    kind = pair.fields.get("activation_checkpointing")
+    once = CASES[pair.run].blocks * pair.fields.get("accumulate", 1)
+    again, copies = outcome.spared["blocks"] - once, outcome.spared["copies"]
+    assert (again > 0, copies > 0) == (kind not in (None, "offload"), kind == "offload"), (again, copies)
 
 
 def assert_loads_alike(pair: Pair, outcome: Outcome, folder: str) -> None:

@@ -17,6 +17,8 @@ WIDTH, CLASSES, TOKENS = 7, 5, 6
 
 
 class Block(nn.Module):
+    runs = 0  # of all blocks, but for compiled ones
+
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
@@ -24,6 +26,8 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            Block.runs += 1
         return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
 
 
@@ -104,6 +108,7 @@ class Case:
         model: Makes the model.
         data: Makes so many samples.
         count: The samples of an epoch, in batches of eight.
+        blocks: How often a block runs in one forward.
         callbacks: Makes the callbacks.
         resumes: Whether the run goes on from what one device has saved.
         reads: Whether it evaluates and predicts afterwards.
@@ -113,6 +118,7 @@ class Case:
     model: Callable[[], nn.Module] = Classes
     data: Callable[[int], Any] = rows
     count: int = 24
+    blocks: int = 3
     callbacks: Callable[[], list[pf.Callback]] = list
     resumes: bool = False
     reads: bool = False

@@ -18,7 +18,8 @@ ALL = list(pairs())
 
 
 def _marked(pair: Pair) -> Any:
-    return pytest.param(pair, id=pair.name, marks=[pytest.mark.slow] if "compile" in pair.fields else [])
+    together = pytest.mark.xdist_group(f"{pair.strategy.name} on {pair.ranks}")  # they are trained in one call
+    return pytest.param(pair, id=pair.name, marks=[together, *([pytest.mark.slow] if "compile" in pair.fields else [])])
 
 
 @pytest.mark.matrix

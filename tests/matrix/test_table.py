@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import paraflow as pf
 from paraflow import plugins
-from paraflow.compatibility import FEATURES, SITUATIONS, STRATEGIES, Situation, missing, page, pairs
+from paraflow.compatibility import FEATURES, SITUATIONS, STRATEGIES, Entry, Situation, missing, page, pairs
 from paraflow.compatibility.situations import LATER
 from paraflow.plan import PLAN_FIELDS
+from paraflow.plugins.registry import plugins_of
 from paraflow.rules import RULES, Rule
 from tests.matrix.models import CASES
 
@@ -42,6 +44,22 @@ def test_what_only_a_model_can_tell_is_raised() -> None:
         assert f"[{rule}]" in SOURCE
         assert f'rule="{rule}"' in SOURCE
         assert (reason[-1], remedy[-1]) == (".", ".")
+
+
+@pytest.mark.parametrize("entry", [*STRATEGIES, *FEATURES], ids=lambda entry: entry.name)
+def test_what_one_writes_is_the_plan(entry: Entry) -> None:
+    names = {kind.__name__: kind for kind in PLUGINS}
+    asked: dict[str, Any] = eval(f"dict({entry.written})", dict(names))
+    given = asked.pop("plugins", [])
+    mine = plugins_of(pf.Plan.from_dict(asked), given)
+    theirs = plugins_of(pf.Plan.from_dict(entry.fields))
+    assert sorted(map(described, mine)) == sorted(map(described, theirs))
+
+
+def described(plugin: plugins.Plugin) -> str:
+    simple = (str, int, float, tuple, dict)
+    plain = {name: value for name, value in vars(plugin).items() if isinstance(value, simple) and name != "rules"}
+    return f"{type(plugin).__name__} {plain}"
 
 
 @pytest.mark.parametrize("situation", SITUATIONS, ids=lambda situation: situation.rule)

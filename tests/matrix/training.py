@@ -9,6 +9,7 @@ from typing import Any
 
 import paraflow as pf
 from tests.matrix.models import CASES
+from tests.matrix.observed import Observed, observed
 from tests.matrix.pieces import joined, pieces_of
 
 BATCH, STEPS = 8, 3
@@ -40,6 +41,7 @@ class Outcome:
     Attributes:
         losses, norms: Of each step, with what the whole batch has.
         metrics: Of each epoch, and of evaluation by name.
+        spared: In the last step, how often ``blocks`` have run, and the ``copies`` of activations to the host.
         begun: What `state` was before the first step, after a checkpoint was taken up.
         state: Parameters with buffers, the optimizer's state by parameter name, averages and predictions: of each
             tensor what this rank holds (`tests.matrix.pieces`), until they are `whole`.
@@ -48,6 +50,7 @@ class Outcome:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     metrics: dict[str, Any] = field(default_factory=dict)
+    spared: dict[str, int] = field(default_factory=dict)
     begun: dict[str, Any] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
 
@@ -58,19 +61,23 @@ def whole(outcomes: Sequence[Outcome]) -> Outcome:
     for other in outcomes[1:]:
         assert (other.losses, other.norms, other.metrics) == (first.losses, first.norms, first.metrics)
     state, begun = (joined([getattr(outcome, name) for outcome in outcomes]) for name in ("state", "begun"))
-    return Outcome(first.losses, first.norms, first.metrics, begun, state)
+    return Outcome(first.losses, first.norms, first.metrics, first.spared, begun, state)
 
 
 class Recorder(pf.Callback):
-    def __init__(self, outcome: Outcome) -> None:
-        self.outcome = outcome
+    def __init__(self, outcome: Outcome, observed: Observed) -> None:
+        self.outcome, self.observed = outcome, observed
 
     def on_train_begin(self, trainer: pf.Trainer, logs: dict[str, Any]) -> None:
         if trainer.step:
             self.outcome.begun = state_of(trainer)
 
+    def on_step_begin(self, trainer: pf.Trainer, logs: dict[str, Any]) -> None:
+        self.observed.begin()
+
     def on_step_end(self, trainer: pf.Trainer, logs: dict[str, Any]) -> None:
         self.outcome.losses.append(logs["loss"])
+        self.outcome.spared = self.observed.seen()
         if "grad_norm" in logs:
             self.outcome.norms.append(logs["grad_norm"])
 
@@ -79,8 +86,9 @@ def train(job: Job) -> Outcome:
     """Trains for a few steps, saves, and says what came of it."""
     case, outcome = CASES[job.run], Outcome()
     model, data = case.model(), case.data(case.count)
-    trainer = trainer_of(job, [*case.callbacks(), Recorder(outcome)])
-    history = trainer.fit(model, data, data, batch_size=BATCH, resume=job.source)
+    with observed() as seen:
+        trainer = trainer_of(job, [*case.callbacks(), Recorder(outcome, seen)])
+        history = trainer.fit(model, data, data, batch_size=BATCH, resume=job.source)
     outcome.metrics = dict(history.history)
     outcome.state = state_of(trainer)
     if case.reads:

@@ -127,16 +127,23 @@ def _greedy(blocks: tuple[BlockProfile, ...], budget: int) -> float:
 def test_a_budget_that_cannot_be_met_says_by_how_much_and_what_would() -> None:
     block = BlockProfile("0", kept=4 * 2**20, input=2**20, whole=4 * 2**20, seconds=1.0, again=1.0)
     profile = Profile((block,), 1.0)
-    unmet = choose(profile, 2 * 2**20 + 500, costs=FREE, model_state=500, samples=8, accumulate=2).unmet
+    unmet = choose(profile, 2 * 2**20 + 500, costs=FREE, model_state=500).unmet
     assert unmet == (
         "The budget of 2.0 MiB cannot be met: where each block holds the least, the model's state takes 500 B and the "
-        "activations of a micro-batch take 4.0 MiB, which is 2.0 MiB too much. Write memory_budget=4194804 or more, or "
-        "accumulate=4 for micro-batches of 4 samples."
+        "activations of a micro-batch take 4.0 MiB, which is 2.0 MiB too much. Write memory_budget=4194804 or more."
     )
     assert choose(profile, 4194804, costs=FREE, model_state=500).unmet is None
-    spread = choose(profile, 400, model_state=500, samples=8).unmet
-    assert spread is not None
-    assert "fsdp=" in spread
+
+
+def test_the_peak_may_be_that_of_the_optimizer() -> None:
+    profile = Profile((BlockProfile("0", kept=100, input=10, whole=100, seconds=1.0, again=1.0),), 1.0)
+    cut = choose(profile, 700, costs=FREE, model_state=500, applying=650)
+    assert (cut.peak, cut.smallest) == (650, 650)
+    assert cut.unmet is None
+    assert choose(profile, 649, costs=FREE, model_state=500, applying=650).unmet == (
+        "The budget of 649 B cannot be met: applying the optimizer takes 650 B with the model's state, which is 1 B "
+        "too much. Write memory_budget=650 or more."
+    )
 
 
 def test_the_choice_is_a_table() -> None:

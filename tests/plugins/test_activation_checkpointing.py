@@ -142,6 +142,32 @@ def test_a_pattern_that_matches_nothing_says_what_there_is() -> None:
         ActivationCheckpointing("some")
 
 
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 3))
+
+    def forward(self, x: Any) -> Any:
+        return (x @ self.weight).square().mean()
+
+
+def test_a_model_that_cannot_be_divided_is_told_so(capsys: Any) -> None:
+    def run(model: nn.Module) -> None:
+        pf.configure(model, optimizer="sgd", lr=0.1, loss=lambda out, _: out.mean())
+        pf.Trainer(max_steps=1, device="cpu", activation_checkpointing="full").fit(
+            model, (torch.randn(4, 4), torch.randn(4)), batch_size=2
+        )
+
+    with pytest.raises(
+        PlanError, match=r"Bare has no blocks\. It has no modules.*or leave activation_checkpointing out"
+    ):
+        run(Bare())
+    run(nn.ModuleDict({"body": nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 3))}).body)
+    assert "the block '" not in capsys.readouterr().out
+    run(nn.Sequential(nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 4)), nn.Linear(4, 3)))
+    assert "the block '0' holds 97% of the model." in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "selective"])
 def test_compiled_blocks_are_recomputed_too(kind: str) -> None:

@@ -15,6 +15,9 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(self.norm(x))
+
 
 class Language(nn.Module):
     def __init__(self, tied: bool = False) -> None:
@@ -57,6 +60,19 @@ def test_a_layer_that_uses_the_weights_of_its_parts_is_one_unit() -> None:
     assert names(nn.Linear(8, 8)) == []
 
 
+def test_what_is_never_called_is_no_unit() -> None:
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+
+    model = nn.ModuleDict({"parts": nn.ModuleList(Parts() for _ in range(2)), "out": nn.Linear(8, 8)})
+    model["weights"] = nn.ParameterList([torch.zeros(8, 8)])
+    assert names(model) == ["parts.0.linear", "parts.1.linear", "out"]
+    with pytest.raises(pf.ModelError, match=r"parts\.0 is a Parts, which has no forward; leave it out"):
+        find_units(model, ["parts.0"])
+
+
 def test_a_block_that_is_used_twice_is_one_unit() -> None:
     block = Block()
     assert names(nn.Sequential(block, block, nn.Linear(8, 8))) == ["0", "2"]
@@ -87,6 +103,8 @@ def test_what_cannot_be_a_unit_is_refused() -> None:
     with pytest.raises(pf.ModelError, match=r"torch\.bfloat16, torch\.float32, which cannot be sharded together"):
         rest_of(mixed, [])
     assert len(find_units(mixed)) == 2
+    with pytest.raises(pf.ModelError, match=r"^0 was made with sparse=True.*nn\.EmbeddingBag\(\.\.\., sparse=False\)"):
+        find_units(nn.Sequential(nn.EmbeddingBag(4, 8, sparse=True)))
     model.register_parameter("temperature", nn.Parameter(torch.ones(())))
     with pytest.raises(pf.ModelError, match=r"temperature of Language: a parameter of no dimension cannot be sharded"):
         find_units(model)

@@ -17,6 +17,8 @@ from paraflow.planner.recomputation import choose
 from paraflow.profiler import activation_bytes
 from paraflow.profiler.blocks import measure
 from paraflow.profiler.estimates import Speed, estimate
+from paraflow.recompute import TreatedBlocks
+from tests.allocations import peak_of
 
 SPEED = Speed(flops=1e10, bytes=1e10)
 
@@ -220,10 +222,33 @@ def test_under_autocast_the_same_calls_are_seen_every_time() -> None:
 
 
 def test_a_choice_from_a_measurement_meets_its_budget() -> None:
-    profile = measure(*language_model())
+    """As the allocator counts what a step takes beside parameters and gradients."""
+    config = CausalLMConfig(vocab_size=64, layers=4, hidden=64, heads=4, context=64, positions="learned")
+    model, tokens = CausalLM(config), torch.randint(0, 64, (4, 65))
+    blocks = {f"blocks.{place}": block for place, block in enumerate(model.blocks)}
+
+    def run() -> Tensor:
+        return model.training_step(tokens)["loss"]
+
+    run().backward()
+    profile = measure(model, blocks, run)
     most = choose(profile, 10**12)
-    for share in (0.0, 0.5):
-        budget = int(most.smallest + share * (most.peak - most.smallest))
-        cut = choose(profile, budget)
+    for share in (0.0, 0.5, 1.0):
+        cut = choose(profile, int(most.smallest + share * (most.peak - most.smallest)))
         assert cut.unmet is None
-        assert cut.peak <= budget
+        assert any(treatment.kind != "keep" for treatment in cut.treatments.values()) is (share < 1)
+        treated = TreatedBlocks()
+        treated.treat(blocks, cut.treatments, min_bytes=0)
+        with treated:
+            for _ in range(3):  # what is recomputed learns in its first forwards
+                run().backward()
+            assert 0.8 * cut.peak <= peak_of(lambda: run().backward()) <= 1.05 * cut.budget
+
+
+def test_gradients_that_are_not_there_yet_are_left_to_the_caller() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(1, 8)
+    there, made = (
+        measure(model, {"1": model[1]}, lambda: model(x).sum(), gradients_there=given) for given in (True, False)
+    )
+    assert made.kept == there.kept
+    assert there.blocks[0].whole - made.blocks[0].whole == (8 * 8 + 8) * 4

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -94,6 +95,34 @@ class Drawing(nn.Module):
 
     def forward(self, x: Any) -> Any:
         return x + random.random() * self.linear(x).sin()
+
+
+class Late(nn.Module):
+    """From its third call on it draws, chooses, and changes buffers and attributes, in each way there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gate = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.calls, self.plain, self.memory = 0, torch.ones(8), None
+        self.own, self.others = np.random.default_rng(1), random.Random(1)
+        self.register_buffer("codes", torch.ones(8))
+        self.register_buffer("replaced", torch.ones(8))
+
+    def forward(self, x: Any) -> Any:
+        x = self.linear(x).sin() * self.codes.clone() * self.plain.clone() * self.replaced
+        if self.memory is not None:
+            x = x + self.memory.mean()
+        self.calls += 1
+        if self.calls < 3:
+            return x
+        x = x * (random.random() + np.random.randn()) * (self.own.random() + self.others.random())
+        with torch.no_grad():
+            self.codes.lerp_(x.mean(0), 0.5)
+            self.plain.mul_(0.9)
+            self.replaced = self.replaced + 1
+        self.memory = x.detach().cos()
+        weights, chosen = self.gate(x).topk(2, -1)
+        return x.sin() + (weights.softmax(-1) * chosen).sum(-1, keepdim=True)
 
 
 class InPlace(nn.Module):
@@ -188,6 +217,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "router": lambda: Stack(Router(), Router()),
     "counting": lambda: Stack(Counting(), Counting()),
     "drawing": lambda: Stack(Drawing(), Drawing()),
+    "late": lambda: Stack(Late(), Late()),
     "in place": lambda: Stack(InPlace(), InPlace()),
     "twice": Twice,
     "branches": Branches,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import random
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,7 +15,7 @@ from torch import nn
 from paraflow.errors import ModelError
 from paraflow.planner.recomputation import Treatment
 from paraflow.profiler import activation_bytes
-from paraflow.recompute import TreatedBlocks, repeated_blocks
+from paraflow.recompute import Caches, TreatedBlocks, repeated_blocks
 from tests.recompute.models import MLP, MODELS, Stack
 
 PRODUCTS = tuple((f"aten.{name}.default", place) for name in ("addmm", "mm", "convolution", "sin") for place in (0, 1))
@@ -33,6 +35,7 @@ def trained(model: nn.Module, kind: str, steps: int = 3) -> list[torch.Tensor]:
     """All that three steps leave: losses, gradients, weights, buffers, and the next random numbers."""
     torch.manual_seed(0)
     random.seed(0)
+    np.random.seed(0)
     seen: list[torch.Tensor] = []
     blocks = treated(model, kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)  # so small that nothing becomes NaN, which equals nothing
@@ -42,7 +45,7 @@ def trained(model: nn.Module, kind: str, steps: int = 3) -> list[torch.Tensor]:
             with blocks:
                 loss = model(torch.randn(5, 6))
             loss.backward()
-            seen += [loss.detach(), torch.rand(1), torch.tensor(random.random())]
+            seen += [loss.detach(), torch.rand(1), torch.tensor([random.random(), np.random.rand()])]
         seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         optimizer.step()
     seen += [p.detach().clone() for p in model.parameters()] + [b.clone() for b in model.buffers()]
@@ -135,6 +138,60 @@ def test_what_is_chosen_is_never_run_again() -> None:
         model(torch.randn(5, 6)).backward()
     assert calls.count("aten.topk.default") == calls.count("aten.multinomial.default") == 2
     assert calls.count("aten.addmm.default") > 2 * 5 + 1
+
+
+class Odd(nn.Module):
+    """Does at its second call what cannot be told from its code."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.linear, self.what, self.calls, self.seen = nn.Linear(8, 8), what, 0, []
+        self.register_buffer("codes", torch.ones(2**18 + 1))  # too large to be copied every time
+
+    def forward(self, x: Any) -> Any:
+        x = self.linear(x).sin() * self.codes[:8].clone()
+        self.calls += 1
+        if self.what == "cache":
+            self.seen.append(x.detach())
+            return (torch.cat([x, *self.seen]).sin()[: len(x)]).sin()
+        if self.calls == 1:
+            return x
+        if self.what == "buffer":
+            self.codes.mul_(0.5)
+            return x
+        return (x * getattr(torch, "arg" + "sort")(x, -1)).sin()
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("choice", r"'blocks\.0' runs aten\.sort.*activation_checkpointing='selective'"),
+        ("buffer", r"'blocks\.0' has a tensor 'codes' of 1,048,580 bytes.*Write self\.codes = "),
+        ("cache", r"'blocks\.0' did something else when it ran again.*use_cache = False"),
+    ],
+)
+def test_what_cannot_run_again_is_refused_by_a_sentence(what: str, said: str) -> None:
+    model = Stack(Odd(what))
+    blocks = treated(model, "keep")
+    blocks.treat({"blocks.0": model.blocks[0]}, {"blocks.0": Treatment("recompute")}, 0)
+    for step in range(3 if what != "cache" else 1):
+        with blocks:
+            loss = model(torch.randn(5, 6))
+        if step == 1 or what == "cache":
+            with pytest.raises(ModelError, match=f"(?s){said}"):
+                loss.backward()
+        else:
+            loss.backward()  # after it was refused, it is known
+
+
+def test_caches_are_switched_off_while_a_model_is_trained() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.config = model[0].config = SimpleNamespace(use_cache=True)
+    with Caches(model):
+        assert not model.config.use_cache
+    with torch.no_grad(), Caches(model):
+        assert model.config.use_cache
+    assert model.config.use_cache
 
 
 def test_offloaded_copies_go_with_the_graph() -> None:

@@ -10,6 +10,7 @@ import torch
 import paraflow as pf
 from paraflow.data.batch import Batch, MicroBatch
 from paraflow.memory import in_parts
+from paraflow.watch.board import Board
 from tests.pool import RankError
 
 SAMPLES, BATCH = 23, 10
@@ -122,10 +123,27 @@ def test_nothing_fits() -> None:
         train(0, auto="O1")
 
 
-def test_what_was_said_is_kept_and_the_error_says_what_to_write() -> None:
+def test_what_was_said_is_kept_and_the_error_says_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(Board, "post", lambda _, kind, traceback: told.append(traceback))
     with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
         train(3, accumulate=2)
-    assert "on micro-batches of 5 samples. Write accumulate=4, or leave accumulate out" in caught.value.__notes__[0]
+    note = "on micro-batches of 5 samples. Write accumulate=4, or leave accumulate out"
+    assert note in caught.value.__notes__[0]
+    assert note in told[0]
+
+
+def notes_of_shards() -> list[str]:
+    try:
+        train(3, rank=pf.rank(), fsdp=2)
+    except RuntimeError as error:
+        return error.__notes__
+    return []
+
+
+def test_what_cannot_be_halved_is_not_told_to(ranks: Any) -> None:
+    for rank, notes in enumerate(ranks(2, notes_of_shards)):
+        assert notes == [f"Rank {rank} ran out of memory on micro-batches of 5 samples. Write accumulate=2."]
 
 
 def test_statistics_of_a_step_that_was_given_up_are_forgotten() -> None:

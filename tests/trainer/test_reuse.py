@@ -202,7 +202,8 @@ def test_the_newest_checkpoint_is_the_one_written_last_and_the_best_is_kept(tmp_
     (tmp_path / "step-final").mkdir()
     assert pf.checkpoint.find(tmp_path).name == "step-00000003"
     (tmp_path / "step-00000003").rename(tmp_path / ".step-00000003.old")  # cut short between the two renames
-    assert pf.checkpoint.find(tmp_path).name == "step-00000003"
+    assert pf.checkpoint.find(tmp_path).name == ".step-00000003.old"
+    pf.checkpoint.load_model(two_layers(), tmp_path, best=True)
 
 
 def test_schedules_with_milestones_can_be_saved(tmp_path: Path) -> None:
