@@ -17,15 +17,18 @@ demo: install
 # Ranks share the cores, so each has one thread.
 test test-slow matrix: export OMP_NUM_THREADS = 1
 
+# So many tests at a time; 0 runs them in one process, as a debugger needs it.
+WORKERS ?= 2
+
 test: install
-	$(BIN)/python -m pytest -m "not slow and not root and not matrix"
+	$(BIN)/python -m pytest -m "not slow and not root and not matrix" -n $(WORKERS) --dist loadfile
 
 test-slow: install
 	$(BIN)/python -m pytest -m "slow or root"
 
-# Every plan with every feature, as docs/compatibility.md has them.
+# Every plan with every feature, as docs/compatibility.md has them; those with torch.compile are slow.
 matrix: install
-	$(BIN)/python -m pytest tests/matrix -m "matrix and not slow"
+	$(BIN)/python -m pytest tests/matrix -m "matrix and not slow" -n $(WORKERS) --dist loadgroup
 
 lint: install
 	$(BIN)/ruff check paraflow tests examples benchmarks

@@ -171,7 +171,7 @@ class FSDP(Plugin):
             same_everywhere(engine.module, group)
         needs = self._needs(plan, units, rest)
         self.bytes_held, self.bytes_between = needs.held, needs.between
-        self._described = self._in_words(plan, units, rest, engine.module)
+        self._described = self._in_words(plan, layout, needs, engine.module)
         self._sharding = shard(engine.module, units, layout)
         self._sharding.set_reshard_after_forward(self._reshards)
         self._usage = Usage(self._sharding, mesh, mixed=self._find_unused)
@@ -262,21 +262,19 @@ class FSDP(Plugin):
             gathered_in=_DTYPES.get(self._gather_dtype or ""),
         )
 
-    def _in_words(self, plan: Plan, units: Sequence[Unit], rest: Unit, model: nn.Module) -> str:
+    def _in_words(self, plan: Plan, layout: Layout, needs: Gathered, model: nn.Module) -> str:
         whole = sum(parameter.nbytes for parameter in model.parameters())
         trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-        largest = max([rest, *units], key=lambda unit: unit.bytes)
-        gathered = whole if self._reshards is False else whole / plan.fsdp + max(largest.bytes, rest.bytes)
-        gradients = {"each": trained / plan.fsdp, "last": float(trained)}
-        when = {"each": "reduced every micro-batch", "last": "kept whole and reduced with the last micro-batch"}
-        other = "last" if self._when == "each" else "each"
         replicas = f" × {plan.dp} replicas" if plan.dp > 1 else ""
+        over = f"fully sharded over {plan.fsdp} ranks{replicas}, zero {self._level}" if plan.fsdp > 1 else "gathered"
+        host = f", {len(layout.offloaded)} parts of them on the host" if layout.offloaded else ""
+        gradients = {"each": trained // plan.fsdp, "last": trained}
+        other = "each" if self._when == "last" else "last"
         return (
-            f"fully sharded over {plan.fsdp} rank{'s' if plan.fsdp > 1 else ''}{replicas}, zero {self._level}, "
-            f"{len(units)} units (the largest {as_text(largest.bytes)}); on a rank: parameters "
-            f"{as_text(whole / plan.fsdp)}, up to {as_text(gathered)} while gathered; gradients "
-            f"{as_text(gradients[self._when])}, {when[self._when]} (reduce={other!r}: "
-            f"{as_text(gradients[other])}); AdamW's state {as_text(_OPTIMIZER_COPIES * trained / plan.fsdp)}"
+            f"{over} in {len(layout.units)} units{host}; of a rank: parameters {as_text(whole / plan.fsdp)}, gathered "
+            f"{as_text(needs.parameters)} at most; gradients from one micro-batch to the next "
+            f"{as_text(gradients[self._when])} (reduce={self._when!r}; {as_text(gradients[other])} with {other!r}); "
+            f"AdamW's state {as_text(_OPTIMIZER_COPIES * trained / plan.fsdp)}"
         )
 
 

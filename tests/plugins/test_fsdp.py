@@ -322,8 +322,8 @@ def described() -> str:
 
 def test_the_memory_of_each_kind_is_printed(ranks: Any) -> None:
     for line in ranks(2, described):
-        assert "over 2 ranks, zero 3, 2 units (the largest 448 B)" in line
-        assert "gradients 360 B, reduced every micro-batch (reduce='last': 720 B); AdamW's state 720 B" in line
+        assert "over 2 ranks, zero 3 in 2 units; of a rank: parameters 360 B, gathered 448 B at most" in line
+        assert "next 360 B (reduce='each'; 720 B with 'last'); AdamW's state 720 B" in line
 
 
 class Masked(Plain):
