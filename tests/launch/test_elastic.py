@@ -227,7 +227,7 @@ def test_a_gloo_thread_that_still_wants_the_interpreter_does_not_abort_the_exit(
     script.write_text(
         "import time, torch, torch.distributed as dist\n"
         "from paraflow.mesh import _start_process_group\n"
-        "_start_process_group(torch.device('cpu'))\n"
+        "_start_process_group(torch.device('cpu'), 1)\n"
         "group = dist.group.WORLD\n"
         "def busy(_):\n"
         "    end = time.monotonic() + 1\n"

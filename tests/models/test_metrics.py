@@ -261,7 +261,7 @@ def _on_ranks(binary: bool, shares: list[int]) -> dict[str, float]:
 def test_ranks_measure_what_one_would(ranks: Pool, binary: bool, shares: list[int]) -> None:
     expected = _alone(binary)
     assert set(expected) == {"accuracy", "f1", "auroc", "function", "object", "collection_recall"}
-    for measured in ranks(len(shares), _on_ranks, binary, shares, timeout=20):
+    for measured in ranks(len(shares), _on_ranks, binary, shares):
         assert measured == pytest.approx(expected, rel=1e-5)
 
 
@@ -293,5 +293,5 @@ def _resumed_on_ranks(binary: bool, shares: list[int]) -> dict[str, float]:
 
 @pytest.mark.parametrize("binary", [False, True])
 def test_ranks_take_up_a_state_that_counts_once(ranks: Pool, binary: bool) -> None:
-    for measured in ranks(2, _resumed_on_ranks, binary, [7, 3], timeout=20):
+    for measured in ranks(2, _resumed_on_ranks, binary, [7, 3]):
         assert measured == pytest.approx(_alone(binary), rel=1e-5)
