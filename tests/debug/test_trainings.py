@@ -149,4 +149,4 @@ def test_trainings_are_left_alone(
             assert torch.equal(checked.parameters[key], value)
         assert checked.metrics == plain.metrics
         assert announced == announcements
-        assert more == 0, "the store grows"
+        assert more < 3, "the store grows"  # by one a rank while another has not yet read it, and not by 20 barriers
