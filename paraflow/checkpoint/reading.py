@@ -144,7 +144,8 @@ def _verify_tensors(folder: Path, names: list[str], content: dict[str, Any], sum
 def _require_files(folder: Path, names: list[str]) -> None:
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise CheckpointError(f"{str(folder)!r} is no whole checkpoint: it has no {' and no '.join(missing)}.")
+        lacking = " and no ".join(missing)
+        raise CheckpointError(f"{str(folder)!r} is no whole checkpoint: it has no {lacking}. {ANOTHER}")
 
 
 def _strange(folder: Path, names: list[str]) -> CheckpointError:

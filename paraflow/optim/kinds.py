@@ -47,9 +47,14 @@ def _replaces(name: str, value: Any, kind: type) -> bool:
 def _bare(method: Any) -> Any:
     """A method without what torch wraps around it: when depends on what else was made, as on who else is scheduled."""
     method = getattr(method, "__func__", method)
-    while hasattr(method, "__wrapped__") and method.__code__.co_filename in _TORCHS_WRAPPERS:
+    while hasattr(method, "__wrapped__") and _file_of(method) in _TORCHS_WRAPPERS:
         method = method.__wrapped__
     return method
+
+
+def _file_of(method: Any) -> str:
+    """Where a method's code is; an object that is called in its place has none."""
+    return getattr(getattr(method, "__code__", None), "co_filename", "")
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

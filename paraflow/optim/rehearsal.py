@@ -45,7 +45,18 @@ _Outcome = tuple[list[torch.Tensor], dict[Any, Any]]
 
 def _same(one: _Outcome, other: _Outcome) -> bool:
     alike = all(torch.equal(mine, theirs) for mine, theirs in zip(one[0], other[0], strict=True))
-    return alike and bool(one[1] == other[1])
+    return alike and _equal(one[1], other[1])
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two states are the same, tensors in them included."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
 
 
 def _rehearsed(optimizer: Optimizer, scale: float, divided: bool) -> _Outcome:

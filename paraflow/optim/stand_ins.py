@@ -66,7 +66,7 @@ def _require_values(optimizer: Optimizer, tensor: torch.Tensor) -> None:
 
 def move_state(optimizer: Optimizer, before: torch.Tensor, after: torch.Tensor) -> None:
     """Gives an optimizer's state of one tensor to another: what is as large as it, with its part, device and dtype."""
-    if before not in optimizer.state:
+    if after is before or before not in optimizer.state:
         return
     state: Any = optimizer.state.pop(before)
     optimizer.state[after] = {key: _moved(value, before, after) for key, value in state.items()}

@@ -19,8 +19,12 @@ from paraflow.recompute.mentions import mentions_what_is_not_run_twice
 from paraflow.recompute.operations import Keeps, is_collective, is_kept_always, nothing_more
 from paraflow.recompute.surroundings import Moment, Surroundings
 
-_OF_THE_BLOCK = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
-_NOT_OF_THE_BLOCK = (ParaflowError, torch.OutOfMemoryError, torch.distributed.DistError)
+_OF_THE_BLOCK = (CheckpointError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+_ADVICE = (
+    "A block has to do the same with the same input. Where it adds to a cache that is an argument, switch the cache "
+    "off in training (model.config.use_cache = False in transformers); otherwise leave this block out: "
+    "activation_checkpointing takes a list of patterns of module names."
+)
 
 
 class Recomputed:
@@ -101,16 +105,17 @@ class Recomputed:
         """Returns a tensor that backward needs, for which the block may run again first."""
         try:
             return unpack(saved)
-        except _NOT_OF_THE_BLOCK:
+        except ParaflowError:
             raise
-        except (CheckpointError, *_OF_THE_BLOCK) as error:
+        except _OF_THE_BLOCK as error:
+            what = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
             raise ModelError(
-                f"The block {self._name!r} did something else when it ran again in backward than before: "
-                f"{str(error).strip().splitlines()[0] if str(error) else type(error).__name__} A block has to do the "
-                "same with the same input. Where it adds to a cache that is an argument, switch the cache off in "
-                "training (model.config.use_cache = False in transformers); otherwise leave this block out: "
-                "activation_checkpointing takes a list of patterns of module names."
+                f"The block {self._name!r} did something else when it ran again in backward than before: {what}. "
+                f"{_ADVICE}"
             ) from error
+        except RuntimeError as error:  # torch's own may as well be of memory, or of another rank
+            error.add_note(f"This came up while the block {self._name!r} ran again in backward. {_ADVICE}")
+            raise
 
     def _unlearn(self, kept: Kept) -> None:
         """Notes after running again which outputs nothing asked for: what follows the last that backward needs."""

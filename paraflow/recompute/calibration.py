@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from paraflow.data.batch import count_rows, take_rows
-from paraflow.errors import PlanError
+from paraflow.errors import ModelError, PlanError
 from paraflow.plan_memory import bytes_of
 from paraflow.planner.recomputation import Costs, Cut, choose
 from paraflow.profiler import free_memory
@@ -125,13 +125,20 @@ def _on_more_ranks(choices: _Choices, cut: Cut, count: int) -> list[str]:
     engine, state = choices.engine, choices.state(count)
     if engine.partition_dims:
         return []
-    units = find_units(engine.module)
-    rest = rest_of(engine.module, units)
+    try:
+        units = find_units(engine.module)
+        rest = rest_of(engine.module, units)
+    except ModelError:  # it cannot be sharded
+        return []
     for ranks in [engine.mesh.world_size] if engine.mesh.world_size > 1 else [2, 4, 8, 16]:
         needs = gathered_bytes(units, rest, shards=ranks, lets_go=True, reduced_each=True)
         if state // ranks + needs.held + cut.smallest - state <= choices.budget:
-            return [f"Or write fsdp={ranks}{'' if engine.mesh.world_size > 1 else f' on {ranks} ranks'}."]
+            return [f"Or write fsdp={ranks} {_where(engine, ranks)}."]
     return []
+
+
+def _where(engine: Engine, ranks: int) -> str:
+    return f"on {ranks} ranks" if engine.mesh.world_size == 1 else "in place of the other degrees"
 
 
 def _budget(engine: Engine, there: int) -> int:

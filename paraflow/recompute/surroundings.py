@@ -96,9 +96,10 @@ class Surroundings:
         return Moment(tensors, names, owned, GLOBAL_GENERATORS.read())
 
     def _leaves(self) -> list[list[str]]:
-        """The names in each space but for those of torch, which are sorted out when their number changes."""
+        """The names in each space but for those of torch, which are sorted out when one comes or goes."""
         for at, space in enumerate(self._spaces):
-            if self._known[at][0] != len(space):
+            count, leaves = self._known[at]
+            if count != len(space) or not all(leaf in space for leaf in leaves):
                 self._known[at] = (len(space), [leaf for leaf in space if leaf not in _OF_EVERY_MODULE])
         return [leaves for _, leaves in self._known]
 

@@ -118,7 +118,7 @@ def test_what_is_not_whole_is_shown_all_the_same(home: Path) -> None:
     tensors.write_bytes(tensors.read_bytes()[:-1] + b"?")
     quick, thorough = inspect(home), inspect(home, "--verify", "--json")
     assert quick.exit_code == thorough.exit_code == 1
-    assert "step-00000004' is no whole checkpoint: it has no tensors-00001.safetensors." in quick.stdout
+    assert "step-00000004' is no whole checkpoint: it has no tensors-00001.safetensors. Use another" in quick.stdout
     problems = {Path(one["path"]).name: one["problem"] for one in json.loads(thorough.stdout)}
     assert problems["step-00000002"] == ""
     assert "it has no tensors-00001" in problems["step-00000004"]

@@ -167,3 +167,34 @@ def test_an_optimizer_of_another_model_or_run_gets_a_sentence() -> None:
     Update(optimizer, {"a": values[0], "b": values[1]}).hold(lambda held: held.parameter.detach().clone())
     with pytest.raises(CheckpointError, match="used by a later Trainer"):
         optimizer_state(update)
+
+
+class Called:
+    """Is called in place of a method, and says that it wraps it."""
+
+    def __init__(self, step: Any) -> None:
+        functools.update_wrapper(self, step)
+        self._step = step
+
+    def __call__(self, closure: Any = None) -> Any:
+        return self._step(closure)
+
+
+def test_an_object_in_place_of_a_method_is_a_patch() -> None:
+    optimizer = torch.optim.SGD(weight(), lr=0.1)
+    optimizer.step = Called(optimizer.step)  # type: ignore[method-assign]
+    assert is_patched(optimizer)
+    assert not is_elementwise(optimizer)
+
+
+def test_state_that_shares_memory_stays_shared_where_no_parameter_was_replaced() -> None:
+    parameters = weight()
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    flat = torch.zeros(sum(parameter.numel() for parameter in parameters))
+    parts = flat.split([parameter.numel() for parameter in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        optimizer.state[parameter]["momentum_buffer"] = part.view_as(parameter)
+    named = {str(place): parameter for place, parameter in enumerate(parameters)}
+    follow(optimizer, named, named)
+    flat += 1
+    assert all(bool((optimizer.state[p]["momentum_buffer"] == 1).all()) for p in parameters)

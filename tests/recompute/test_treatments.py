@@ -185,10 +185,14 @@ def test_what_cannot_run_again_is_refused_by_a_sentence(what: str, said: str) ->
 
 
 def test_caches_are_switched_off_while_a_model_is_trained() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    model.config = model[0].config = SimpleNamespace(use_cache=True)
+    configuration = pytest.importorskip("transformers").PretrainedConfig()
+    configuration.use_cache = True
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.config = model[0].config = configuration
+    model[1].config = SimpleNamespace(use_cache=True)  # the user's own
     with Caches(model):
         assert not model.config.use_cache
+        assert model[1].config.use_cache
     with torch.no_grad(), Caches(model):
         assert model.config.use_cache
     assert model.config.use_cache
