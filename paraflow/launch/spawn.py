@@ -202,11 +202,13 @@ def _collect(ranks: Sequence[_Rank], deadline: float | None, timeout: float | No
 
 def _stopped(error: LaunchError, others: Sequence[_Rank], grace: float) -> LaunchError:
     """The error of ranks that were asked to stop: one has ended in order, and the others have the time to."""
-    begin = time.monotonic()
-    while (waited := time.monotonic() - begin) < grace:
+    begin = listened = time.monotonic()
+    while (now := time.monotonic()) - begin < grace:
         alive = [running.process for running in others if running.process.poll() is None]
-        deaf = any(not listens(process.pid, signal.SIGTERM) for process in alive)  # has agreed to nothing
-        if not alive or (deaf and waited > _END_SECONDS):
+        if all(listens(process.pid, signal.SIGTERM) for process in alive):
+            listened = now
+        # A rank that does not listen has agreed to nothing, or has saved and is on its way out.
+        if not alive or now - listened > _END_SECONDS:
             break
         time.sleep(_LOOK_SECONDS)
     if any(running.process.poll() != error.exit_code for running in others):
