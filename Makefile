@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: demo test test-slow matrix lint examples bench clean install
+.PHONY: demo test test-slow retest matrix lint examples bench clean install
 
 install: .venv/.installed
 
@@ -15,13 +15,17 @@ demo: install
 	$(BIN)/paraflow launch -n 2 examples/digits.py
 
 # Ranks share the cores, so each has one thread.
-test test-slow matrix: export OMP_NUM_THREADS = 1
+test test-slow retest matrix: export OMP_NUM_THREADS = 1
 
 # So many tests at a time; 0 runs them in one process, as a debugger needs it.
 WORKERS ?= 2
 
 test: install
 	$(BIN)/python -m pytest -m "not slow and not root and not matrix" -n $(WORKERS) --dist loadfile
+
+# What failed beside another worker, once more and alone: tests of signals and clocks need a core of their own.
+retest: install
+	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
 test-slow: install
 	$(BIN)/python -m pytest -m "slow or root"
