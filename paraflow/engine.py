@@ -176,6 +176,7 @@ class Engine:
         self._calibrations = [plugin.calibrate for plugin in self._overriding("calibrate")]
         self._contexts = self._overriding("micro_batch")
         self._scalings = [plugin.scale_loss for plugin in self._overriding("scale_loss")]
+        self._may_overflow = any(plugin.may_overflow for plugin in self.plugins)
         self._reductions = [plugin.reduce_gradients for plugin in self._overriding("reduce_gradients")]
         runner = next(iter(self._overriding("run_micro_batches")), None)
         self._run = self.run_in_turn if runner is None else partial(runner.run_micro_batches, self)
@@ -222,7 +223,7 @@ class Engine:
         outputs = self._run(batch)
         for reduce in self._reductions:
             reduce(self)
-        if self.plan.precision != "fp16":  # a scaled gradient may overflow, and is then left out
+        if not self._may_overflow:
             require_no_gradient_of_nothing(outputs, self.gradients)
         correction = self._normaliser.correction(outputs, batch)
         if correction is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paraflow.checkpoint.folders import find, saved_in
-from paraflow.checkpoint.format import is_checkpoint
+from paraflow.checkpoint.format import is_checkpoint, sync
 from paraflow.checkpoint.reading import take, verify
 from paraflow.checkpoint.tensors import size_of, write_tensors
 from paraflow.checkpoint.weights import averages_in, converted, model_in, ties_in
@@ -56,7 +56,7 @@ class _Weights:
         """Writes some of the tensors to a file; further names are noted as safetensors' own `load_model` wants them."""
         ties = {name: first for name, first in self.ties.items() if first in names}
         write_tensors(path, {name: self.tensors[name] for name in names}, {**ties, "format": "pt"})
-        _sync(path)
+        sync(path)
 
 
 def export(
@@ -110,7 +110,7 @@ def export(
             aside.mkdir()
             files = [place / name for name in _write_folder(aside, weights, most)]
             _put_in_place(aside, place)
-        _sync(place.parent)
+        sync(place.parent)
     return Exported(folder, tuple(files), len(weights.tensors), size_of(weights.tensors))
 
 
@@ -174,8 +174,8 @@ def _write_folder(aside: Path, weights: _Weights, most: int) -> list[str]:
         texts[_INDEX] = json.dumps(index, indent=2) + "\n"
     for name, text in texts.items():
         (aside / name).write_text(text, encoding="utf-8")
-        _sync(aside / name)
-    _sync(aside)
+        sync(aside / name)
+    sync(aside)
     return [*files, *texts]
 
 
@@ -188,7 +188,7 @@ def _put_in_place(aside: Path, place: Path) -> None:
         old.unlink(missing_ok=True)
     for new in sorted(aside.iterdir(), key=lambda file: (file.name in (_INDEX, _FILE), file.name)):
         os.replace(new, place / new.name)
-    _sync(place)
+    sync(place)
     aside.rmdir()
 
 
@@ -237,11 +237,3 @@ def _discard(aside: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     with suppress(OSError):
         aside.unlink()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

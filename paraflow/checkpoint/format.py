@@ -63,7 +63,7 @@ def _lead(folder: Path, aside: Path, image: Image, ranks: Ranks) -> None:
         sums = {_file_of(0): _write_tensors(aside, image, ranks)}
         sums |= {_file_of(rank): checksum for rank, checksum in ranks.checksums().items()}
         _write_state(aside, image, ranks, sums)
-        _sync(aside)
+        sync(aside)
         _put_in_place(aside, folder)
     except BaseException as error:
         failure = _failure(folder, image, ranks, error)
@@ -91,7 +91,7 @@ def _follow(folder: Path, aside: Path, image: Image, ranks: Ranks) -> None:
 def _write_tensors(aside: Path, image: Image, ranks: Ranks) -> str:
     path = aside / _file_of(ranks.rank)
     checksum = write_tensors(path, image.owned(ranks.rank), metadata_of(image, ranks.identity))
-    _sync(path)
+    sync(path)
     return checksum
 
 
@@ -109,8 +109,8 @@ def _write_state(aside: Path, image: Image, ranks: Ranks, sums: dict[str, str]) 
     (aside / STATE).write_bytes(text)
     sums = {STATE: hashlib.sha256(text).hexdigest(), **sums}
     (aside / CHECKSUMS).write_text(json.dumps(sums), encoding="utf-8")
-    _sync(aside / STATE)
-    _sync(aside / CHECKSUMS)
+    sync(aside / STATE)
+    sync(aside / CHECKSUMS)
 
 
 def _file_of(rank: int) -> str:
@@ -181,11 +181,12 @@ def _put_in_place(aside: Path, folder: Path) -> None:
     except OSError:
         recover(folder)
         raise
-    _sync(folder.parent)
+    sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Has a file or folder written to the disk before it returns."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

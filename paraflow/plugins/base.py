@@ -35,6 +35,7 @@ class Plugin:
     A plugin of yours is as good as one of the package: pass it as ``Trainer(plugins=[...])``.
 
     Attributes:
+        may_overflow: Whether gradients that are not finite are expected, and the step is then left out.
         name: What it is called in plans, errors and checkpoints; one plan has one plugin of a name.
         phase: When it acts.
         rules: The rows it adds to the legality table, asked before any process group starts.
@@ -55,6 +56,7 @@ class Plugin:
         (True, False)
     """
 
+    may_overflow: bool = False
     name: ClassVar[str]
     phase: ClassVar[Phase] = Phase.OPTIMIZE
     rules: ClassVar[tuple[Rule, ...]] = ()

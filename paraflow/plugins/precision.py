@@ -37,6 +37,7 @@ class Precision(Plugin):
         if dtype not in DTYPES:
             raise PlanError(f"Precision takes 'bf16' or 'fp16', not {dtype!r}; fp32 needs no plugin.")
         self.dtype = dtype
+        self.may_overflow = dtype == "fp16"
         self._initial_scale = initial_scale
         self._growth_interval = growth_interval
         self._scaler: torch.amp.GradScaler | None = None
