@@ -182,14 +182,14 @@ from paraflow.checkpoint import format as disk
 from tests.callbacks.runs import linear, samples
 
 folder, step, background = sys.argv[1], sys.argv[2], sys.argv[3] == "True"
-sync = disk._sync
+sync = disk.sync
 
 def sync_or_die(path):
     if f"step-{int(step):08d}.writing" in str(path):
         os.kill(os.getpid(), 9)  # everything is written but not in its place
     sync(path)
 
-disk._sync = sync_or_die
+disk.sync = sync_or_die
 saving = Checkpoint(folder, 1, background=background)
 pf.Trainer(max_steps=6, progress=False, callbacks=[saving]).fit(linear(), samples(8), batch_size=4)
 """
