@@ -23,17 +23,18 @@ from torch import nn
 from paraflow.births import births_of
 from paraflow.data.batch import Batch, MicroBatch
 from paraflow.errors import ModelError
+from paraflow.gradients import Gradients
 from paraflow.loss import StepOutput, read_step, require_no_gradient_of_nothing
 from paraflow.mesh import Mesh
 from paraflow.models.task import Task
-from paraflow.normaliser import Normaliser, sum_dtype
+from paraflow.normaliser import Normaliser
 from paraflow.optim.stand_ins import follow
 from paraflow.optim.state import load_optimizer_state, optimizer_state
 from paraflow.optim.update import Update
-from paraflow.parts import is_spread, local, part_for
+from paraflow.parts import is_spread, part_for
 from paraflow.placing import place
 from paraflow.plan import Plan
-from paraflow.plugins.base import Phase, Plugin, State, in_order
+from paraflow.plugins.base import Part, Phase, Plugin, State, in_order
 from paraflow.step import StepAbandoned, StepHooks, StepResult, release_graph
 from paraflow.trained import has_the_same, require_none_new, trained_parts
 
@@ -143,11 +144,11 @@ class Engine:
         births = births_of(self.module)
         steps: nn.Module = _Steps(self.task)
         wrapping = [plugin for plugin in self.plugins if plugin.overrides("transform")]
-        for plugin in [plugin for plugin in wrapping if plugin.phase is Phase.PARTITION]:
+        for plugin in [plugin for plugin in wrapping if plugin.phase <= Phase.PARTITION]:
             steps = plugin.transform(steps, self)
         # Parts first, values then: a model that fits on no device is never whole on one.
         place(self.module, births, self.mesh.device)
-        for plugin in [plugin for plugin in wrapping if plugin.phase is not Phase.PARTITION]:
+        for plugin in [plugin for plugin in wrapping if plugin.phase > Phase.PARTITION]:
             steps = plugin.transform(steps, self)
         self._known = dict(self.module.named_parameters())
         self._has_stepped = False
@@ -159,18 +160,9 @@ class Engine:
         self._training_step = self._call("training_step")
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
         self.trained = trained_parts(self.module)
-        self._groups = self._partition_groups()
-        self.partition_dims = tuple({dim: None for dims in self._groups for dim in dims})
-
-    def _partition_groups(self) -> dict[tuple[str, ...], list[nn.Parameter]]:
-        """The trained parameters by the mesh dimensions they are partitioned over."""
-        groups: dict[tuple[str, ...], list[nn.Parameter]] = {}
-        asking = [plugin for plugin in self.plugins if plugin.overrides("partitioned_over")]
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad:
-                dims = tuple(sorted({dim for plugin in asking for dim in plugin.partitioned_over(name, parameter)}))
-                groups.setdefault(dims, []).append(parameter)
-        return groups
+        trained = ((name, p) for name, p in self.module.named_parameters() if p.requires_grad)
+        self._gradients = Gradients(trained, self.mesh, self._overriding("partitioned_over"))
+        self.partition_dims = self._gradients.dims
 
     def _compose(self) -> None:
         self._calibrations = [plugin.calibrate for plugin in self._overriding("calibrate")]
@@ -243,15 +235,16 @@ class Engine:
             return [self.run_micro_batch(micro, batch) for micro in batch.micro_batches]
         outputs = []
         for index, micro in enumerate(batch.micro_batches):
-            with self._around(index, count):
+            with self.around(index, count):
                 outputs.append(self.run_micro_batch(micro, batch))
         return outputs
 
     @contextmanager
-    def _around(self, index: int, count: int) -> Iterator[None]:
+    def around(self, index: int, count: int, part: Part = "both") -> Iterator[None]:
+        """The context that plugins put around a micro-batch, or its forward or backward (`Plugin.micro_batch`)."""
         with ExitStack() as stack:
             for plugin in self._contexts:
-                context: AbstractContextManager[Any] = plugin.micro_batch(index, count)
+                context: AbstractContextManager[Any] = plugin.micro_batch(index, count, part)
                 stack.enter_context(context)
             yield
 
@@ -305,28 +298,15 @@ class Engine:
 
     def gradients(self) -> list[torch.Tensor]:
         """Returns the gradients there are, in the order of the parameters: this rank's part of each."""
-        return [local(p.grad) for p in self.parameters if p.grad is not None]
+        return self._gradients.local()
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
-        """Multiplies every gradient by a number, a 0-dim tensor; some may be on the host."""
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for gradient in self.gradients():
-            by_device.setdefault(gradient.device, []).append(gradient)
-        for device, gradients in by_device.items():
-            torch._foreach_mul_(gradients, factor.to(device))
+        """Multiplies every gradient by a number, a 0-dim tensor."""
+        self._gradients.scale(factor)
 
     def gradient_norm(self) -> torch.Tensor:
         """Returns the norm of the whole gradient, over every parameter and every rank that holds a part: 0-dim."""
-        if not self.partition_dims:
-            return torch.nn.utils.get_total_norm(self.gradients())
-        exact = sum_dtype(self.mesh.device)  # fp32 does not hold the squares of all that it holds
-        squares, dtype = torch.zeros((), device=self.mesh.device, dtype=exact), torch.float32
-        for dims, parameters in self._groups.items():
-            gradients = [local(p.grad) for p in parameters if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
-            squares = squares + self.mesh.all_reduce(norm.to(squares.device, exact) ** 2, dims)
-            dtype = torch.promote_types(dtype, norm.dtype)
-        return squares.sqrt().to(dtype)
+        return self._gradients.norm()
 
     def _apply(self) -> bool:
         for listener in self.hooks.before_optimizer_step:

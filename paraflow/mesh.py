@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -135,6 +136,30 @@ class Mesh:
     def data_group(self) -> dist.ProcessGroup:
         """The process group of the ranks that see different samples."""
         return self.group(*DATA_DEGREES)
+
+    def peer(self, dim: str, place: int) -> int:
+        """Returns the rank, in the world, that differs from this one in a mesh dimension only."""
+        stride = math.prod(self.degree(inner) for inner in DEGREES[DEGREES.index(dim) + 1 :])
+        return self.rank + (place - self.coordinate(dim)) * stride
+
+    def group_of_places(self, dim: str, places: Sequence[int]) -> dist.ProcessGroup | None:
+        """Makes a process group of some of the ranks along a dimension; every rank of the world must ask for the same.
+
+        Returns:
+            The group, or None on a rank that is not in one.
+        """
+        mine: dist.ProcessGroup | None = None
+        for ranks in self._lines(dim):
+            members = [ranks[place] for place in sorted(places)]
+            group = dist.new_group(members)
+            mine = group if self.rank in members else mine
+        return mine
+
+    def _lines(self, dim: str) -> list[list[int]]:
+        """The ranks of the world in lines along a dimension."""
+        stride = math.prod(self.degree(inner) for inner in DEGREES[DEGREES.index(dim) + 1 :])
+        firsts = [rank for rank in range(self.world_size) if rank // stride % self.degree(dim) == 0]
+        return [[first + place * stride for place in range(self.degree(dim))] for first in firsts]
 
     def all_reduce(
         self, tensor: torch.Tensor, dims: Sequence[str] = DATA_DEGREES, op: Reduction = "sum"

@@ -47,6 +47,17 @@ class StepResult:
     stepped: bool
 
 
+@dataclass(slots=True)
+class Boundary:
+    """What a step returns on a rank that runs only the beginning or the middle of the model.
+
+    Attributes:
+        tensors: What later ranks go on from; backward starts from the gradients that they send.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+
+
 class StepAbandoned(Exception):
     """A step was given up on all ranks before its optimizer stepped."""
 

@@ -98,7 +98,7 @@ def _held(engine: Engine) -> Iterator[tuple[str, str, str]]:
 
 def _part(engine: Engine, name: str, parameter: torch.nn.Parameter) -> str:
     asking = [plugin for plugin in engine.plugins if plugin.overrides("partitioned_over")]
-    dims = sorted({dim for plugin in asking for dim in plugin.partitioned_over(name, parameter)})
+    dims = sorted({dim for plugin in asking for dim in plugin.partitioned_over(name, parameter) or ()})
     return " ".join(f"{dim}={engine.mesh.coordinate(dim)}" for dim in dims)
 
 

@@ -14,7 +14,7 @@ from paraflow.errors import PlanError
 from paraflow.optim.rehearsal import steps_by_parameter
 from paraflow.parts import local
 from paraflow.plan import Plan
-from paraflow.plugins.base import Phase, Plugin
+from paraflow.plugins.base import Part, Phase, Plugin
 from paraflow.rules import Facts, Rule
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class ApplyGroups(Plugin):
             engine.update.divide(self.groups)
         return optimizer
 
-    def micro_batch(self, index: int, count: int) -> AbstractContextManager[Any]:
+    def micro_batch(self, index: int, count: int, part: Part = "both") -> AbstractContextManager[Any]:
         """Has backward update parameters, where that was asked for."""
         return nullcontext() if self._update is None else _applying(self._update, count)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -18,15 +18,19 @@ if TYPE_CHECKING:
     from paraflow.loss import StepOutput
 
 State = dict[str, Any]
+Part = Literal["both", "forward", "backward"]
+"""What of a micro-batch is run inside a context: a plugin that runs micro-batches may run the two apart."""
 
 
 class Phase(IntEnum):
     """When a plugin acts: plugins are ordered by phase, then by name, never by how the user listed them."""
 
-    PARTITION = 0  # replaces parameters by this rank's part of them
-    PREPARE = 1  # changes how the whole model is run: precision, recomputation, compilation
-    DISTRIBUTE = 2  # makes gradients those of all ranks
-    OPTIMIZE = 3  # changes what becomes of the gradients
+    STAGE = 0  # leaves out of the model what other ranks run
+    SPLIT = 1  # splits single layers over ranks, which compute them together
+    PARTITION = 2  # replaces parameters by this rank's part of them, and joins them for use
+    PREPARE = 3  # changes how the whole model is run: precision, recomputation, compilation
+    DISTRIBUTE = 4  # makes gradients those of all ranks
+    OPTIMIZE = 5  # changes what becomes of the gradients
 
 
 class Plugin:
@@ -92,8 +96,15 @@ class Plugin:
     def calibrate(self, engine: Engine, batch: Batch) -> None:
         """Looks at the first batch before it is trained on: for what depends on the sizes of the data."""
 
-    def micro_batch(self, index: int, count: int) -> AbstractContextManager[Any]:
-        """Returns the context of forward and backward of micro-batch ``index`` of ``count``."""
+    def micro_batch(self, index: int, count: int, part: Part = "both") -> AbstractContextManager[Any]:
+        """Returns the context in which a micro-batch is run.
+
+        Args:
+            index: Which one it is of the step. Where forwards and backwards are run apart, each are counted in the
+                order in which this rank runs them.
+            count: How many this rank runs in the step.
+            part: What is run inside.
+        """
         return nullcontext()
 
     def run_micro_batches(self, engine: Engine, batch: Batch) -> list[StepOutput]:
@@ -111,10 +122,11 @@ class Plugin:
     def reduce_gradients(self, engine: Engine) -> None:
         """Makes each gradient the mean over the data ranks, once the last micro-batch is done."""
 
-    def partitioned_over(self, name: str, parameter: nn.Parameter) -> Sequence[str]:
+    def partitioned_over(self, name: str, parameter: nn.Parameter) -> Sequence[str] | None:
         """Returns the mesh dimensions over which this rank holds only a part of a parameter, or not every parameter.
 
-        The gradient norm, and what is not finite, are summed over them.
+        The gradient norm, and what is not finite, are summed over them. None says that another rank along such a
+        dimension holds the same parameter, and counts it.
         """
         return ()
 

@@ -13,7 +13,7 @@ from torch import nn
 from paraflow.collectives import average, broadcast
 from paraflow.errors import ModelError
 from paraflow.plan import Plan
-from paraflow.plugins.base import Phase, Plugin
+from paraflow.plugins.base import Part, Phase, Plugin
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -110,7 +110,7 @@ class DataParallel(Plugin):
     def _bucket_bytes(self) -> int:
         return int(self._bucket_cap_mb * 2**20)
 
-    def micro_batch(self, index: int, count: int) -> AbstractContextManager[Any]:
+    def micro_batch(self, index: int, count: int, part: Part = "both") -> AbstractContextManager[Any]:
         """Gradients of all but a step's last micro-batch stay on their rank; forward has to be inside as well."""
         self._forwarded = False
         if self._replica is None or index == count - 1:

@@ -15,7 +15,7 @@ from paraflow.optim.kinds import is_elementwise
 from paraflow.parts import is_spread, local
 from paraflow.plan import DATA_DEGREES, Plan
 from paraflow.plan_memory import as_text
-from paraflow.plugins.base import Phase, Plugin, State
+from paraflow.plugins.base import Part, Phase, Plugin, State
 from paraflow.plugins.cpu_offload import chosen_units
 from paraflow.plugins.gathered import Gathered, gathered_bytes
 from paraflow.plugins.sharding import Entrance, Layout, Sharding, same_everywhere, shard
@@ -202,7 +202,7 @@ class FSDP(Plugin):
             )
         return optimizer
 
-    def micro_batch(self, index: int, count: int) -> AbstractContextManager[Any]:
+    def micro_batch(self, index: int, count: int, part: Part = "both") -> AbstractContextManager[Any]:
         """Says what the backward of a micro-batch does with gradients and gathered parameters."""
         return nullcontext() if self._sharding is None else self._around(self._sharding, index, last=index == count - 1)
 
@@ -232,7 +232,7 @@ class FSDP(Plugin):
             self._sharding.end_step()
             self._usage.end()
 
-    def partitioned_over(self, name: str, parameter: nn.Parameter) -> Sequence[str]:
+    def partitioned_over(self, name: str, parameter: nn.Parameter) -> Sequence[str] | None:
         """Every sharded parameter is, also over one rank: its module runs only as the engine calls it."""
         return ("fsdp",) if is_spread(parameter) else ()
 
