@@ -236,6 +236,12 @@ class Mesh:
         dist.broadcast(box, src=0)
         return float(box.item())
 
+    def broadcast_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Gives every rank rank 0's tensor, in place, and returns it; shapes must agree."""
+        if self.world_size > 1:
+            dist.broadcast(tensor, src=0)
+        return tensor
+
     @property
     def agree(self) -> Callable[[float], float] | None:
         """What gives rank 0's number to every rank, or None where there is one process."""

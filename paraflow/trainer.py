@@ -58,6 +58,7 @@ from paraflow.settings import Settings
 from paraflow.state import interrupted, restore, state_of
 from paraflow.state import resume as resume_run
 from paraflow.step import StepResult
+from paraflow.verification import verify
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -95,6 +96,7 @@ class Trainer:
 
     Attributes:
         is_main: Whether this is rank 0, which prints and writes.
+        request, device: What was asked for: the plan as far as it was said, and the device.
         limits: When the run ends.
         chooses_accumulation: Whether ``auto`` chooses the number of micro-batches.
         step: Optimizer steps that are done: the only counter of schedules, logs and checkpoints.
@@ -147,11 +149,10 @@ class Trainer:
     ) -> None:
         arguments = locals()
         said = {name: arguments[name] for name in PLAN_FIELDS if arguments.get(name) is not None}
-        self._request = Request(flags=said, plugins=tuple(plugins), plan=plan, auto=auto)
-        self.chooses_accumulation = self._request.chooses("accumulate")
+        self.request = Request(flags=said, plugins=tuple(plugins), plan=plan, auto=auto)
+        self.chooses_accumulation = self.request.chooses("accumulate")
         self.limits = Limits.of(max_epochs, max_steps)
-        self.seed, self.progress, self.is_main = seed, progress, is_main()
-        self._device = device
+        self.seed, self.device, self.progress, self.is_main = seed, device, progress, is_main()
         self._settings = Settings.of(
             val_every, stall_timeout, preempt_signal, debug=debug, dry_run=dry_run, overfit=overfit
         )
@@ -164,9 +165,7 @@ class Trainer:
             seeding.make_deterministic()
 
     def _reset(self) -> None:
-        self.step = 0
-        self.epoch = 0
-        self.current_epoch = 0
+        self.step = self.epoch = self.current_epoch = 0
         self.epoch_complete = False
         self.steps_per_epoch: int | None = None
         self.total_steps: int | None = None
@@ -233,7 +232,7 @@ class Trainer:
         self._reset()
         self._engine, self._choices = self._engine_of(model, source.batch_size)
         require_same(self.engine, self.dispatcher.signature(), source)
-        choices = [*self._choices, *fit_micro_batches(self.engine, self._request, source)]
+        choices = [*self._choices, *fit_micro_batches(self.engine, self.request, source)]
         self._print(*describe(self.engine, choices, source))
         self._begin_run(source, val_source)
         if resume is not None:
@@ -255,7 +254,7 @@ class Trainer:
         """Returns the engine of a model, made anew unless it is there already, and what ``auto`` chose for it."""
         task = Task(model)
         if self._engine is None or not self._engine.serves(task):
-            return build_engine(task, self._request, choose_device(self._device), batch_size)
+            return build_engine(task, self.request, choose_device(self.device), batch_size)
         require_batch(self._engine, batch_size)
         return self._engine, self._choices
 
@@ -379,6 +378,8 @@ class Trainer:
         if self._engine is None:
             self._engine, self._choices = engine, choices
         return engine, feed_of(engine, source, self.seed, name)
+
+    verify = verify
 
     def save(self, folder: str | Path) -> None:
         """Saves the run as a checkpoint; every rank calls it, between two steps: in `on_checkpoint`, or after `fit`."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from paraflow.errors import LaunchError
 
@@ -50,6 +52,25 @@ def local_world_size() -> int:
 def is_main() -> bool:
     """Whether this process is rank 0: the one that prints and writes files."""
     return rank() == 0
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Runs a block in which this process is a run of its own: rank 0 of a world of one.
+
+    Example:
+        >>> with alone():
+        ...     rank(), world_size()
+        (0, 1)
+    """
+    said = {name: os.environ.pop(name) for name in _PLACES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(said)
+
+
+_PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
 def _place(name: str, size_name: str) -> int:
