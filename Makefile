@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 
-.PHONY: demo test test-slow retest matrix lint examples bench clean install
+.PHONY: demo test test-slow retest parity matrix lint examples bench clean install
 
 install: .venv/.installed
 
@@ -15,13 +15,13 @@ demo: install
 	$(BIN)/paraflow launch -n 2 examples/digits.py
 
 # Ranks share the cores, so each has one thread.
-test test-slow retest matrix: export OMP_NUM_THREADS = 1
+test test-slow retest parity matrix: export OMP_NUM_THREADS = 1
 
 # So many tests at a time; 0 runs them in one process, as a debugger needs it.
 WORKERS ?= 2
 
 test: install
-	$(BIN)/python -m pytest -m "not slow and not root and not matrix" -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -m "not slow and not root and not matrix and not parity" -n $(WORKERS) --dist loadfile
 
 # What failed beside another worker, once more and alone: tests of signals and clocks need a core of their own.
 retest: install
@@ -29,6 +29,10 @@ retest: install
 
 test-slow: install
 	$(BIN)/python -m pytest -m "slow or root"
+
+# Whole trainings under each kind of plan, beside one process.
+parity: install
+	$(BIN)/python -m pytest tests/parity -m "parity and not slow" -n $(WORKERS) --dist loadfile
 
 # Every plan with every feature, as docs/compatibility.md has them; those with torch.compile are slow.
 matrix: install
