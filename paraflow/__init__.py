@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from paraflow.launch import is_main, rank, spawn, world_size
     from paraflow.models import Model, configure
     from paraflow.plan import Plan
+    from paraflow.scopes import auto_parallel, pipeline, replica, split, stage
     from paraflow.seeding import seed
     from paraflow.trainer import Trainer
 
@@ -34,6 +35,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Trainer",
+    "auto_parallel",
     "callbacks",
     "checkpoint",
     "configure",
@@ -42,11 +44,15 @@ __all__ = [
     "is_main",
     "loggers",
     "models",
+    "pipeline",
     "plugins",
     "rank",
+    "replica",
     "rules",
     "seed",
     "spawn",
+    "split",
+    "stage",
     "world_size",
 ]
 
@@ -62,12 +68,17 @@ _HOMES = {
     "Plan": "plan",
     "PlanError": "errors",
     "Trainer": "trainer",
+    "auto_parallel": "scopes",
     "configure": "models",
     "deferred_init": "deferred",
     "is_main": "launch",
+    "pipeline": "scopes",
     "rank": "launch",
+    "replica": "scopes",
     "seed": "seeding",
     "spawn": "launch",
+    "split": "scopes",
+    "stage": "scopes",
     "world_size": "launch",
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 from zlib import crc32
@@ -13,7 +13,7 @@ from torch import nn
 
 from paraflow import seeding
 from paraflow.errors import CheckpointError, ModelError
-from paraflow.parts import Box, Sliceable, box_of, is_spread, local
+from paraflow.parts import Box, Sliceable, cut, is_spread, local
 from paraflow.recording import View, cell_of, evaluate, random_states, view_of
 
 if TYPE_CHECKING:
@@ -32,6 +32,10 @@ class Birth(ABC):
         Raises:
             ModelError: The value is not known after all.
         """
+
+    def parts(self, boxes: Sequence[Box]) -> list[torch.Tensor]:
+        """Returns some boxes of the value, as `part` returns one."""
+        return [self.part(box) for box in boxes]
 
 
 class Recorded(Birth):
@@ -52,8 +56,12 @@ class Recorded(Birth):
 
     def part(self, box: Box) -> torch.Tensor:
         """Runs what was written down, for the whole, and returns a box of it."""
+        return self.parts([box])[0]
+
+    def parts(self, boxes: Sequence[Box]) -> list[torch.Tensor]:
+        """Runs it once."""
         value: torch.Tensor = evaluate(self._view)
-        return value[box]
+        return [value[box] for box in boxes]
 
     def drawn_from(self) -> Iterator[torch.Tensor]:
         """Yields the states of the generators it draws from, in order."""
@@ -102,12 +110,13 @@ def births_of(module: nn.Module) -> Mapping[str, Birth]:
     return births
 
 
-def require_same_births(module: nn.Module, mesh: Mesh) -> None:
+def require_same_births(module: nn.Module, mesh: Mesh, dims: Sequence[str] | None = None) -> None:
     """Makes sure that all ranks will draw the same values: each of them keeps a part of its own draw.
 
     Args:
         module: The module; what has memory already is left out.
         mesh: The ranks: a collective, where the module has a tensor without memory.
+        dims: The mesh dimensions along which ranks are compared; those of the data ranks if None.
 
     Raises:
         ModelError: They were seeded differently.
@@ -123,7 +132,8 @@ def require_same_births(module: nn.Module, mesh: Mesh) -> None:
         elif isinstance(birth, Recorded):
             for state in birth.drawn_from():
                 drawn = crc32(state.numpy().tobytes(), drawn)
-    if not mesh.agrees(drawn):
+    same = mesh.agrees(drawn) if dims is None else len(set(mesh.gather_texts(str(drawn), dims))) == 1
+    if not same:
         raise ModelError(
             f"{waiting[0][0]} has no value yet, and the ranks were seeded differently before {type(module).__name__} "
             "was built: each would keep a part of another model. Call pf.seed(0) before building it, alike on every "
@@ -189,7 +199,7 @@ def give_weights(module: nn.Module, weights: Mapping[str, Sliceable]) -> None:
             if state[name].is_meta and not is_spread(state[name]):
                 remember(state[name], Stored(weights[source]))
             else:
-                local(state[name]).copy_(weights[source][box_of(state[name])])
+                local(state[name]).copy_(cut(weights[source], state[name]))
 
 
 def _require_same(**problems: list[str]) -> None:

@@ -18,6 +18,7 @@ from paraflow.callbacks.base import Callback
 from paraflow.callbacks.checkpoint import Checkpoint
 from paraflow.checkpoint.folders import DRY_RUN
 from paraflow.checkpoint.image import Image, take_apart
+from paraflow.checkpoint.owners import claimed
 from paraflow.checkpoint.run import save_now
 from paraflow.checkpoint.stored import Stored
 from paraflow.checkpoint.tensors import size_of
@@ -107,8 +108,8 @@ def _save_and_restore(trainer: Trainer) -> int:
             for home in made:
                 with contextlib.suppress(OSError):  # somebody else may have put something in it
                     home.rmdir()
-    saved, restored = take_apart(before), take_apart(state_of(trainer))
     mesh, rank = trainer.mesh, trainer.mesh.rank
+    saved, restored = (claimed(take_apart(state), mesh) for state in (before, state_of(trainer)))
     said = [
         text.split(" ", 1)
         for text in mesh.gather_texts(f"{size_of(saved.owned(rank))} {_difference(saved, restored, rank)}")
@@ -132,7 +133,8 @@ def _difference(saved: Image, restored: Image, rank: int) -> str:
 
 def _held(name: str, restored: Image, saved: Image) -> Any:
     """What was restored of what a rank has saved; where it is still on disk, the same part of it is read."""
-    tensor, place = restored.tensors.get(name), saved.places.get(name)
+    place = saved.places.get(name)
+    tensor = restored.tensors.get(name, None if place is None else restored.tensors.get(place.path))
     if not isinstance(tensor, Stored):
         return tensor
     if place is None:

@@ -31,6 +31,7 @@ from paraflow.normaliser import Normaliser
 from paraflow.optim.stand_ins import follow
 from paraflow.optim.state import load_optimizer_state, optimizer_state
 from paraflow.optim.update import Update
+from paraflow.outline import as_loaded, outline_of, tensors_of_the_whole
 from paraflow.parts import is_spread, part_for
 from paraflow.placing import place
 from paraflow.plan import Plan
@@ -135,8 +136,10 @@ class Engine:
     def _place_model(self) -> None:
         given = self._recipe.optimizer if isinstance(self._recipe.optimizer, torch.optim.Optimizer) else None
         before = {} if given is None else dict(self.module.named_parameters())  # else replaced parameters can go
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in self.module.state_dict().items()}
-        if not self._overriding("partitioned_over") and any(is_spread(p) for p in self.module.parameters()):
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of_the_whole(self.module).items()}
+        spread = any(is_spread(p) for p in self.module.parameters()) and not self._overriding("partitioned_over")
+        staged = outline_of(self.module) is not None and all(plugin.phase > Phase.STAGE for plugin in self.plugins)
+        if spread or staged:
             raise ModelError(
                 f"{type(self.module).__name__} has been spread over ranks by an earlier Trainer, and this plan "
                 f"({self.plan}) takes it whole. Use the same plan, or make the model anew and load its state."
@@ -186,7 +189,7 @@ class Engine:
         Raises:
             ModelError: There is nothing to train.
         """
-        if not self.parameters:
+        if not self.parameters and outline_of(self.module) is None:
             raise ModelError(
                 f"{type(self.module).__name__} has nothing to train: no parameter of it requires a gradient. "
                 "Call requires_grad_(True) on what should be trained."
@@ -344,7 +347,8 @@ class Engine:
         """Takes up a state that any plan may have saved; of tensors on disk only this rank's part is read."""
         state = self._as_a_rank(state)
         own = self.module.state_dict(keep_vars=True)
-        self.module.load_state_dict({k: _value_for(v, own.get(k)) for k, v in state["model"].items()})
+        values = {k: _value_for(v, own.get(k)) for k, v in state["model"].items()}
+        self.module.load_state_dict(as_loaded(self.module, values))
         if hasattr(self, "optimizer") and "optimizer" in state:
             load_optimizer_state(self.update, state["optimizer"])
             if self.schedule is not None and state["schedule"] is not None:

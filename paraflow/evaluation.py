@@ -16,6 +16,7 @@ from paraflow.mesh import Mesh
 from paraflow.meters import MeanMeter
 from paraflow.models.metrics import MetricSet
 from paraflow.step import release_graph
+from paraflow.tensor_parallel.split_logits import whole
 
 
 @contextmanager
@@ -51,9 +52,9 @@ def predict(engine: Engine, batches: Iterable[Batch]) -> Any:
     parts = []
     with inference(engine.module):
         for batch in batches:
-            mine = [(engine.predict_step(micro), micro.samples) for micro in batch.micro_batches]
-            whole = _concatenate([_rows(output, samples) for output, samples in mine])
-            parts.append(_gathered(whole, batch.shares, engine.mesh))
+            mine = [(whole(engine.predict_step(micro)), micro.samples) for micro in batch.micro_batches]
+            rows = _concatenate([_rows(output, samples) for output, samples in mine])
+            parts.append(_gathered(rows, batch.shares, engine.mesh))
     return _concatenate(parts)
 
 

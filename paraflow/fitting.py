@@ -38,10 +38,10 @@ def build_engine(task: Task, request: Request, device: torch.device, batch_size:
         The engine, and what ``auto`` chose.
 
     Raises:
-        PlanError: The plan is refused, before any process group is started.
+        PlanError: The plan is refused, before any process group is started; what the model's scopes ask for included.
         ModelError: The model has nothing to train.
     """
-    resolved = resolve(request, device, batch_size)
+    resolved = resolve(request.with_scopes(task.module, device), device, batch_size)
     return Engine(task, Mesh(resolved.plan, device), resolved.plugins), resolved.choices
 
 
@@ -80,7 +80,7 @@ def fit_micro_batches(engine: Engine, request: Request, source: Source) -> Choic
 
     Every rank chooses the same, by the one with the least memory.
     """
-    if not request.chooses("accumulate"):
+    if not request.chooses("accumulate") or engine.mesh.plan.accumulate > 1:  # the model's scopes said it
         return []
     choice = _choose(engine, source)
     if choice.value != engine.plan.accumulate:

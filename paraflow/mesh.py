@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import math
 import os
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -220,13 +221,18 @@ class Mesh:
             return [tensor]
         return _all_gather(tensor, dist.distributed_c10d._get_default_group())
 
-    def gather_texts(self, text: str) -> list[str]:
-        """Returns every rank's text, in order of rank over the whole world."""
+    def gather_texts(self, text: str, dims: Sequence[str] = ()) -> list[str]:
+        """Returns every rank's text, in order of rank: of the world, or of those along some dimensions."""
+        group = self.group(*dims) if dims else None
         mine = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
-        lengths = [int(n) for n in self.all_gather(torch.tensor([len(text.encode())]))]
+        lengths = [int(n) for n in self._gathered(torch.tensor([len(text.encode())]), group)]
         padded = torch.zeros(max(1, *lengths), dtype=torch.uint8)
         padded[: mine.numel()] = mine
-        return [bytes(part[:n].tolist()).decode() for part, n in zip(self.all_gather(padded), lengths, strict=True)]
+        parts = self._gathered(padded, group)
+        return [bytes(part[:n].tolist()).decode() for part, n in zip(parts, lengths, strict=True)]
+
+    def _gathered(self, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+        return self.all_gather(tensor) if group is None else _all_gather(tensor, group)
 
     def broadcast(self, value: float) -> float:
         """Returns rank 0's number on every rank."""
@@ -338,5 +344,10 @@ def shutdown() -> None:
     if dist.is_available() and dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        # It remembers meshes by their shape: in a world that is started anew, they would be those of this one.
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     wait_for_gloo_threads()
     atexit.unregister(shutdown)

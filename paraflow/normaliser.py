@@ -60,9 +60,10 @@ class Normaliser:
         """Returns what the reduced gradients are multiplied by once, or None for nothing."""
         if len(batch.micro_batches) == 1 or not outputs[0].counted:
             return None
+        estimate = self._estimated_total(outputs[0], batch)  # a rank that has weighed no loss makes it here
         self.totals = self._mesh.all_reduce(weighted_sums(outputs))
         self._last_total = self.totals[1]
-        share = self._estimated_total(outputs[0], batch) / self.totals[1]
+        share = estimate / self.totals[1]
         return torch.where(self.totals[1] > 0, share, 0.0).to(outputs[0].loss.dtype)
 
     def _estimated_total(self, output: StepOutput, batch: Batch) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch import nn
 
 from paraflow.births import Birth, forget, recorded, tensors_of
 from paraflow.errors import ModelError
-from paraflow.parts import as_part, box_of, is_spread, lives_on_host
+from paraflow.parts import as_part, assembled, boxes_of, is_spread, lives_on_host
 
 _HOST = torch.device("cpu")
 
@@ -55,8 +55,8 @@ def _give_values(module: nn.Module, births: Mapping[str, Birth], device: torch.d
 
 
 def _value_for(tensor: torch.Tensor, birth: Birth, device: torch.device) -> torch.Tensor:
-    box = box_of(tensor)
-    part = birth.part(box).detach()
+    boxes = boxes_of(tensor)
+    part = assembled(birth.parts([box for _, box in boxes]), boxes).detach()
     order = torch.contiguous_format if is_spread(tensor) else torch.preserve_format
     value = part.to(device=device, dtype=tensor.dtype, copy=True, memory_format=order)
     return as_part(value, tensor) if is_spread(tensor) else value

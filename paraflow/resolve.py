@@ -6,11 +6,12 @@ Nothing here starts a process group: what is refused is refused before.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from paraflow.errors import PlanError
 from paraflow.launch.environment import world_size
@@ -19,6 +20,9 @@ from paraflow.planner import Choice, Machine, choose
 from paraflow.plugins.base import Plugin
 from paraflow.plugins.registry import plugins_of
 from paraflow.rules import Facts, check
+from paraflow.scope_plans import fields_of
+
+THE_SCOPES = "the model's scopes"
 
 
 @dataclass(frozen=True)
@@ -30,12 +34,14 @@ class Request:
         plugins: Plugins that were given.
         plan: A plan, or the path of a YAML file with one.
         auto: ``"O1"`` or None.
+        scopes: The plan's fields that the model's scopes ask for.
     """
 
     flags: Mapping[str, Any] = field(default_factory=dict)
     plugins: Sequence[Plugin] = ()
     plan: Plan | str | Path | None = None
     auto: str | None = None
+    scopes: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.auto not in (None, "O1"):
@@ -52,15 +58,35 @@ class Request:
         Raises:
             PlanError: Two places contradict each other, or one is not of its kind.
         """
+        said = self.sources()
+        merged = _joined(said, self.scopes) if self.scopes else merge_fields(said)
+        Plan.from_dict(merged)
+        return merged
+
+    def sources(self) -> list[tuple[str, Mapping[str, Any]]]:
+        """Returns where something was said, in words, and the plan's fields that were said there; but for the scopes.
+
+        Raises:
+            PlanError: A plan file cannot be read.
+        """
         sources: list[tuple[str, Mapping[str, Any]]] = [("the Trainer's arguments", self.flags)]
         sources += [(f"the plugin {plugin.name!r}", plugin.fields) for plugin in self.plugins if _is_plugin(plugin)]
         if isinstance(self.plan, Plan):
             sources.append(("the plan", self.plan.changed()))
         elif self.plan is not None:
             sources.append((f"the plan {str(self.plan)!r}", read_fields(self.plan)))
-        merged = merge_fields(sources)
-        Plan.from_dict(merged)
-        return merged
+        return sources
+
+    def with_scopes(self, module: nn.Module, device: torch.device) -> Request:
+        """Returns the request together with what a model's scopes ask for (`paraflow.scopes`).
+
+        Raises:
+            PlanError: The scopes cannot stand together or do not fit the world, or contradict what was said elsewhere.
+        """
+        said = replace(self, scopes={}).fields()
+        joined = replace(self, scopes=fields_of(module, world_size(), said, device))
+        joined.fields()
+        return joined
 
 
 @dataclass(frozen=True)
@@ -76,6 +102,18 @@ class Resolved:
     plan: Plan
     plugins: list[Plugin]
     choices: list[Choice]
+
+
+def _joined(sources: Sequence[tuple[str, Mapping[str, Any]]], scopes: Mapping[str, Any]) -> dict[str, Any]:
+    """Joins what was said with what scopes say; options that both give one plugin may stand beside each other."""
+    said = merge_fields(sources)
+    options, extra = dict(said.get("options", {})), dict(scopes.get("options", {}))
+    for plugin in [plugin for plugin in extra if plugin in options]:
+        if all(extra[plugin].get(key, value) == value for key, value in options[plugin].items()):
+            options[plugin] = {**options[plugin], **extra.pop(plugin)}
+    merged = merge_fields([*sources, (THE_SCOPES, {**scopes, "options": extra})])
+    together = {**merged.get("options", {}), **options}
+    return {**merged, "options": together} if together else merged
 
 
 def resolve(request: Request, device: torch.device, batch_size: int | None) -> Resolved:

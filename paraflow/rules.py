@@ -13,7 +13,7 @@ from paraflow.errors import PlanError
 from paraflow.plan import DEGREES, Plan
 
 _ADDS_RANKS = (*DEGREES, "ep")
-_OF_SEVERAL_RANKS = ("data_parallel", "fsdp")
+_OF_SEVERAL_RANKS = ("data_parallel", "fsdp", "pipeline", "split", "tensor_parallel")
 _NEEDS_A_PLUGIN = (*_ADDS_RANKS, "activation_checkpointing", "cpu_offload", "apply_groups")
 
 

@@ -260,8 +260,8 @@ class Trainer:
 
     def _begin_run(self, source: Source, val_source: Source | None) -> None:
         self.steps_per_epoch, self.total_steps = source.length, self.limits.total_steps(source.length)
-        self.engine.prepare_optimizer(self.total_steps)
         self.engine.hooks, self.engine.say = self.dispatcher.step_hooks(), self._print
+        self.engine.prepare_optimizer(self.total_steps)
         self.run = make_run(self.engine, source, val_source, self.seed, self._settings.val_every)
         self.engine.keep_outputs = bool(self.run.metrics)
         seeding.reseed(self.seed + self.mesh.data_rank)

@@ -9,7 +9,7 @@ from paraflow.callbacks.ema import EMA
 from paraflow.callbacks.weight_averaging import StochasticWeightAveraging
 from paraflow.checkpoint.stored import Stored
 from paraflow.errors import ParaflowError
-from paraflow.parts import as_part, is_spread, local, part_for
+from paraflow.parts import Elsewhere, as_part, is_spread, local, part_for
 
 if TYPE_CHECKING:
     import torch
@@ -23,26 +23,33 @@ def average_of(trainer: Trainer, monitored: str) -> EMA | None:
     return averages[0] if averages and monitored.startswith("val_") else None
 
 
-def measured_weights(trainer: Trainer, monitored: str) -> dict[str, torch.Tensor]:
+def measured_weights(trainer: Trainer, monitored: str) -> dict[str, Any]:
     """Returns copies on the host of the weights that a metric was measured with, spread over ranks as they are.
 
     They are an EMA's averages where validation is of these.
     """
     average = average_of(trainer, monitored)
     with nullcontext() if average is None else average.averaged():
-        return {name: _on_host(value.detach()) for name, value in trainer.engine.model_state().items()}
+        return {name: _on_host(value) for name, value in trainer.engine.model_state().items()}
 
 
 def read_weights(trainer: Trainer, weights: dict[str, Any]) -> dict[str, Any]:
     """Returns copies on the host of weights that a checkpoint holds: of those on disk what this rank has of each."""
     own = trainer.engine.model_state()
     return {
-        name: _on_host(part_for(value, own[name].detach())) if isinstance(value, Stored) and name in own else value
+        name: _read(value, own[name]) if isinstance(value, Stored) and name in own else value
         for name, value in weights.items()
     }
 
 
-def _on_host(weight: torch.Tensor) -> torch.Tensor:
+def _read(value: Stored, own: torch.Tensor | Elsewhere) -> torch.Tensor | Elsewhere:
+    return own if isinstance(own, Elsewhere) else _on_host(part_for(value, own.detach()))
+
+
+def _on_host(weight: torch.Tensor | Elsewhere) -> torch.Tensor | Elsewhere:
+    if isinstance(weight, Elsewhere):
+        return weight
+    weight = weight.detach()
     copied = local(weight).to("cpu", copy=True)
     return as_part(copied, weight) if is_spread(weight) else copied
 

@@ -127,14 +127,21 @@ def _inside(name: str, container: str) -> bool:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all is finite of a tensor; of a DTensor, of this rank's part."""
-    here = tensor.detach()
-    here = here.to_local() if hasattr(here, "to_local") else here
+    """Whether all is finite of a tensor; of what is divided over ranks, of this rank's part."""
+    here = _here(tensor)
     return not (here.is_floating_point() or here.is_complex()) or bool(torch.isfinite(here).all())
 
 
 def _is_finite_or_mask(tensor: torch.Tensor) -> bool:
-    return _is_finite(tensor) or (tensor.is_floating_point() and not bool((tensor.isnan() | tensor.isposinf()).any()))
+    here = _here(tensor)
+    return _is_finite(here) or (here.is_floating_point() and not bool((here.isnan() | here.isposinf()).any()))
+
+
+def _here(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor, looked at without a message to others, who may not look."""
+    here = tensor.detach()
+    here = here.to_local() if hasattr(here, "to_local") else here
+    return getattr(here, "local", here)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

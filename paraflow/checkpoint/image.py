@@ -10,26 +10,32 @@ import torch
 
 from paraflow.checkpoint.stored import Stored
 from paraflow.errors import CheckpointError
-from paraflow.parts import box_of, is_spread, local, writes
+from paraflow.parts import Box, Elsewhere, boxes_of, holders_of, is_spread, local, writes
 
-_TENSOR, _TUPLE, _NUMBERED = "__tensor__", "__tuple__", "__numbered__"
+TENSOR, TUPLE, NUMBERED = "__tensor__", "__tuple__", "__numbered__"
+"""What plain data has in the place of a tensor, of a tuple, and of a dict whose keys are numbers."""
+_PIECE = "#"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a tensor that is spread over ranks this rank's part lies.
+    """Where in a tensor that is spread over ranks a piece lies that this rank has of it.
 
     Attributes:
+        path: The tensor's path in the state.
         shape: The shape of the whole.
         dtype: Its dtype.
-        offset: Where the part begins, along each dimension.
-        writes: Whether this rank is the first of those that hold the same part, and so writes it.
+        offset: Where the piece begins, along each dimension.
+        writes: Whether this rank is the first of those in the tensor's layout that hold the same part.
+        holders: The ranks in the tensor's layout.
     """
 
+    path: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     offset: tuple[int, ...]
     writes: bool
+    holders: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -39,24 +45,45 @@ class Image:
     Attributes:
         plain: Everything but the tensors: dicts, lists, numbers and strings.
         tensors: What this rank holds of the tensors, by their path in the state: a tensor, or its part of one that is
-            spread over ranks. One that is there twice (tied weights) is here once. They are those of the state, not
-            copies, and those that the state has on disk are still there.
-        places: Where the parts lie, by path; what is not here is whole.
-        aliases: Further paths of parts, each with the path it is kept under.
+            spread over ranks, in several pieces where it is several boxes of the whole. One that is there twice (tied
+            weights) is here once. They are those of the state, not copies, and those that the state has on disk are
+            still there.
+        places: Where the pieces lie, by the names they have in ``tensors``; what is not here is whole.
+        aliases: Further paths of tensors, each with the path it is kept under.
+        elsewhere: What stands by path for tensors of which only other ranks have something.
+        mine: The names of the tensors that this rank writes, where ranks have found out who has what; else its parts,
+            and on rank 0 what is not spread over ranks.
     """
 
     plain: Any
     tensors: Mapping[str, Any]
     places: Mapping[str, Place] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    elsewhere: Mapping[str, Elsewhere] = field(default_factory=dict)
+    mine: frozenset[str] | None = None
 
     def owned(self, rank: int) -> dict[str, Any]:
-        """Returns the tensors that a rank writes: its parts, and on rank 0 what is not spread over ranks."""
-        return {path: tensor for path, tensor in self.tensors.items() if self._owns(path, tensor, rank)}
+        """Returns the tensors that a rank writes, by name."""
+        return {name: tensor for name, tensor in self.tensors.items() if self._owns(name, tensor, rank)}
 
-    def _owns(self, path: str, tensor: Any, rank: int) -> bool:
-        place = self.places.get(path)
-        return rank == 0 if place is None else place.writes and tensor.numel() > 0
+    def _owns(self, name: str, tensor: Any, rank: int) -> bool:
+        place = self.places.get(name)
+        if place is not None and tensor.numel() == 0:
+            return False
+        if self.mine is not None:
+            return name in self.mine
+        return rank == 0 if place is None else place.writes
+
+    def wholes(self) -> dict[str, Elsewhere]:
+        """Returns shape and dtype of every tensor, by path."""
+        found = dict(self.elsewhere)
+        for name, tensor in self.tensors.items():
+            place = self.places.get(name)
+            if place is None:
+                found[name] = Elsewhere(tuple(tensor.shape), tensor.dtype)
+            else:
+                found[place.path] = Elsewhere(place.shape, place.dtype)
+        return found
 
 
 def take_apart(state: Mapping[str, Any]) -> Image:
@@ -72,7 +99,7 @@ def take_apart(state: Mapping[str, Any]) -> Image:
     """
     tensors = _Tensors()
     plain = _split(state, "", tensors)
-    return Image(plain, tensors.by_path, tensors.places, tensors.aliases)
+    return Image(plain, tensors.by_name, tensors.places, tensors.aliases, tensors.elsewhere)
 
 
 def put_together(image: Image) -> Any:
@@ -85,58 +112,76 @@ def put_together(image: Image) -> Any:
 
 
 class _Tensors:
-    """The tensors of a state by their path."""
+    """The tensors of a state by name."""
 
     def __init__(self) -> None:
-        self.by_path: dict[str, Any] = {}
+        self.by_name: dict[str, Any] = {}
         self.places: dict[str, Place] = {}
         self.aliases: dict[str, str] = {}
+        self.elsewhere: dict[str, Elsewhere] = {}
         self._paths: dict[tuple[Any, ...], str] = {}
 
     def keep(self, tensor: Any, path: str) -> str:
         """Keeps a tensor, and returns the path it is found under."""
+        if isinstance(tensor, Elsewhere):
+            self.elsewhere[path] = tensor
+            return path
         if isinstance(tensor, Stored):
             first = self._paths.setdefault((id(tensor),), path)
-            self.by_path[first] = tensor
+            self.by_name[first] = tensor
             return first
-        place = _place_of(tensor) if is_spread(tensor) else None
+        places = _places_of(tensor, path) if is_spread(tensor) else []
         held = local(tensor.detach())
-        same = (held.data_ptr(), tuple(held.shape), held.stride(), held.dtype, held.device, place)
+        offsets = tuple(place.offset for _, place in places)
+        same = (
+            held.data_ptr(),
+            tuple(held.shape),
+            held.stride(),
+            held.dtype,
+            held.device,
+            tuple(tensor.shape),
+            offsets,
+        )
         if held.numel() and same in self._paths:
-            first = self._paths[same]
-            if place is not None:
-                # Where another rank's part is empty, it cannot see that the two are one.
-                self.aliases[path] = first
-            return first
-        self.by_path[path] = held
-        if place is not None:
-            self.places[path] = place
+            # Where another rank's part is empty, or it has none, it cannot see that the two are one.
+            self.aliases[path] = self._paths[same]
+            return self._paths[same]
+        if not places:
+            self.by_name[path] = held
+        for number, (inside, place) in enumerate(places):
+            name = f"{path}{_PIECE}{number}" if number else path
+            self.by_name[name] = held[inside] if len(places) > 1 else held
+            self.places[name] = place
         self._paths[same] = path
         return path
 
 
-def _place_of(tensor: torch.Tensor) -> Place:
-    offset = tuple(along.start for along in box_of(tensor))
-    return Place(tuple(tensor.shape), tensor.dtype, offset, writes(tensor))
+def _places_of(tensor: torch.Tensor, path: str) -> list[tuple[Box, Place]]:
+    """The boxes of a tensor that this rank has: where in its part, and where in the whole."""
+    shape, first, holders = tuple(tensor.shape), writes(tensor), holders_of(tensor)
+    return [
+        (inside, Place(path, shape, tensor.dtype, tuple(along.start for along in box), first, holders))
+        for inside, box in boxes_of(tensor)
+    ]
 
 
 def _split(value: Any, path: str, tensors: _Tensors) -> Any:
     """Returns plain data, with tensors moved to `tensors` and a mark in their place."""
-    if isinstance(value, (torch.Tensor, Stored)):
-        return {_TENSOR: tensors.keep(value, path)}
+    if isinstance(value, (torch.Tensor, Stored, Elsewhere)):
+        return {TENSOR: tensors.keep(value, path)}
     if isinstance(value, Mapping):
         if all(isinstance(key, int) and not isinstance(key, bool) for key in value) and value:
             items = [[key, _split(child, f"{path}/{key}", tensors)] for key, child in value.items()]
-            return {_NUMBERED: items}
+            return {NUMBERED: items}
         for key in value:
-            if not isinstance(key, str) or key in (_TENSOR, _TUPLE, _NUMBERED):
+            if not isinstance(key, str) or key in (TENSOR, TUPLE, NUMBERED):
                 raise CheckpointError(
                     f"The state has the key {key!r} at {path or 'its top'}; keys must be strings, or all whole numbers."
                 )
         return {key: _split(child, f"{path}/{key}" if path else key, tensors) for key, child in value.items()}
     if isinstance(value, (list, tuple)):
         items = [_split(child, f"{path}/{place}", tensors) for place, child in enumerate(value)]
-        return {_TUPLE: items} if isinstance(value, tuple) else items
+        return {TUPLE: items} if isinstance(value, tuple) else items
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise CheckpointError(
@@ -147,12 +192,12 @@ def _split(value: Any, path: str, tensors: _Tensors) -> Any:
 
 def _join(value: Any, tensors: Mapping[str, Any]) -> Any:
     if isinstance(value, dict):
-        if _TENSOR in value:
-            return tensors[value[_TENSOR]]
-        if _NUMBERED in value:
-            return {key: _join(child, tensors) for key, child in value[_NUMBERED]}
-        if _TUPLE in value:
-            return tuple(_join(child, tensors) for child in value[_TUPLE])
+        if TENSOR in value:
+            return tensors[value[TENSOR]]
+        if NUMBERED in value:
+            return {key: _join(child, tensors) for key, child in value[NUMBERED]}
+        if TUPLE in value:
+            return tuple(_join(child, tensors) for child in value[TUPLE])
         return {key: _join(child, tensors) for key, child in value.items()}
     if isinstance(value, list):
         return [_join(child, tensors) for child in value]

@@ -24,8 +24,13 @@ def metadata_of(image: Image, identity: str) -> dict[str, str]:
         image: The state; of its parts those that are written.
         identity: The save.
     """
-    offsets = {path: place.offset for path, place in image.places.items() if place.writes and path in image.tensors}
-    parts = json.dumps({"offsets": offsets, "aliases": dict(image.aliases)}) if offsets else ""
+    pieces = {name: place for name, place in image.places.items() if place.writes and name in image.tensors}
+    said = {
+        "offsets": {name: place.offset for name, place in pieces.items()},
+        "paths": {name: place.path for name, place in pieces.items() if name != place.path},
+        "aliases": dict(image.aliases),
+    }
+    parts = json.dumps(said) if pieces or image.mine is not None else ""
     return {"save": identity, **({"parts": parts} if parts else {})}
 
 
@@ -47,13 +52,9 @@ def index_of(image: Image, files: Sequence[Path]) -> dict[str, Any]:
     Raises:
         CheckpointError: A tensor was not written whole.
     """
-    wholes = {
-        path: (place.dtype, place.shape) if (place := image.places.get(path)) else (tensor.dtype, tuple(tensor.shape))
-        for path, tensor in image.tensors.items()
-    }
-    wholes |= {path: (place.dtype, place.shape) for path, place in image.places.items()}
     index: dict[str, Any] = {
-        path: {"dtype": name_of(dtype), "shape": shape, "pieces": []} for path, (dtype, shape) in wholes.items()
+        path: {"dtype": name_of(whole.dtype), "shape": whole.shape, "pieces": []}
+        for path, whole in image.wholes().items()
     }
     for file in files:
         for path, piece in _pieces_in(file, index):
@@ -70,19 +71,14 @@ def index_of(image: Image, files: Sequence[Path]) -> dict[str, Any]:
 def _pieces_in(file: Path, index: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """The pieces in a file, each with the path that it belongs to."""
     header = read_header(file)
-    parts = json.loads(header.pop(_METADATA).get("parts", '{"offsets": {}, "aliases": {}}'))
-    pieces = {
-        name: {
-            "file": file.name,
-            "name": name,
-            "offset": parts["offsets"].get(name, [0] * len(entry["shape"])),
-            "shape": entry["shape"],
-        }
-        for name, entry in header.items()
-    }
-    found = [(name, piece) for name, piece in pieces.items() if name in index]
-    aliases = parts["aliases"].items()
-    return found + [(path, pieces[name]) for path, name in aliases if path in index and name in pieces]
+    parts = {"offsets": {}, "paths": {}, "aliases": {}, **json.loads(header.pop(_METADATA).get("parts", "{}"))}
+    pieces: dict[str, list[dict[str, Any]]] = {}
+    for name, entry in header.items():
+        offset = parts["offsets"].get(name, [0] * len(entry["shape"]))
+        piece = {"file": file.name, "name": name, "offset": offset, "shape": entry["shape"]}
+        pieces.setdefault(parts["paths"].get(name, name), []).append(piece)
+    known = [*((path, path) for path in pieces), *parts["aliases"].items()]
+    return [(path, piece) for path, first in known if path in index for piece in pieces.get(first, ())]
 
 
 def disagreement(file: Path, index: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from torch import nn
 from paraflow.births import give_weights
 from paraflow.checkpoint.folders import find, last_first
 from paraflow.checkpoint.image import Image, take_apart
+from paraflow.checkpoint.owners import claimed
 from paraflow.checkpoint.pretrained import has_weights, open_weights
 from paraflow.checkpoint.random import random_state
 from paraflow.checkpoint.ranks import Ranks, new_identity
@@ -23,6 +24,7 @@ from paraflow.checkpoint.tensors import size_of
 from paraflow.checkpoint.writer import Writer
 from paraflow.errors import CheckpointError
 from paraflow.mesh import Mesh
+from paraflow.outline import as_loaded, outline_of, tensors_of_the_whole
 from paraflow.parts import part_for
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -31,7 +33,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 def save(state: dict[str, Any], mesh: Mesh, folder: Path, writer: Writer, replaces: Sequence[Path] = ()) -> None:
     """Saves a run's state, and every rank's random state with it: every rank calls it, and writes what is its own.
 
-    Nothing is gathered: rank 0 writes what every rank has, and of what is spread over ranks each its part.
+    Nothing is gathered: the first rank that has something writes it, and of what is spread over ranks each its part.
 
     Args:
         state: The state; what is spread over ranks is there as such tensors.
@@ -47,6 +49,10 @@ def save(state: dict[str, Any], mesh: Mesh, folder: Path, writer: Writer, replac
     whole = {**state, "random": random_state(mesh)}
     try:
         image = take_apart(whole)
+    except CheckpointError as caught:
+        error = error or caught
+    try:
+        image = claimed(image, mesh)
     except CheckpointError as caught:
         error = error or caught
     mine = {
@@ -230,7 +236,7 @@ def load_model(module: nn.Module, path: str | Path, *, best: bool = False) -> No
     if has_weights(path):
         give_weights(module, open_weights(path))
         return
-    _, state = load(find(path, best=best), shapes_of(module.state_dict()))
+    _, state = load(find(path, best=best), shapes_of(tensors_of_the_whole(module)))
     give(module, state["model"])
 
 
@@ -240,12 +246,12 @@ def give(module: nn.Module, tensors: Mapping[str, Any]) -> None:
     if any(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in own.values()):
         give_weights(module, tensors)
         return
-    module.load_state_dict(
-        {
-            name: part_for(value, own[name].detach()) if isinstance(own.get(name), torch.Tensor) else value
-            for name, value in tensors.items()
-        }
-    )
+    values = {
+        name: part_for(value, own[name].detach()) if isinstance(own.get(name), torch.Tensor) else value
+        for name, value in tensors.items()
+        if name in own or outline_of(module) is None
+    }
+    module.load_state_dict(as_loaded(module, values))
 
 
 def _require_shapes(mine: Shapes, theirs: Shapes, folder: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from paraflow.checkpoint.format import remove, write
 from paraflow.checkpoint.image import Image, take_apart
+from paraflow.checkpoint.owners import claimed_in_stage
 from paraflow.checkpoint.ranks import Ranks
 from paraflow.checkpoint.tensors import size_of
 from paraflow.errors import CheckpointError
@@ -132,4 +133,4 @@ class Writer:
 def size_of_part(engine: Engine) -> int:
     """Returns the bytes of parameters, buffers and optimizer state that this rank writes."""
     state = {"model": dict(engine.module.state_dict()), "optimizer": optimizer_state(engine.update)}
-    return size_of(take_apart(state).owned(engine.mesh.rank))
+    return size_of(claimed_in_stage(take_apart(state), engine.mesh).owned(engine.mesh.rank))

@@ -1,5 +1,5 @@
 """Collectives over many tensors at once."""
 
-from paraflow.collectives.buckets import average, broadcast
+from paraflow.collectives.buckets import add_up, average, broadcast
 
-__all__ = ["average", "broadcast"]
+__all__ = ["add_up", "average", "broadcast"]

@@ -8,28 +8,43 @@ import torch
 import torch.distributed as dist
 
 
-def average(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int) -> None:
+def average(
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int, dtype: torch.dtype | None = None
+) -> None:
     """Replaces each tensor by its mean over a group's ranks, in place; every rank gives tensors of the same shapes.
 
     Args:
         tensors: Dense tensors.
         group: The ranks.
         bucket_bytes: How much is sent at once.
+        dtype: What is rounded to and summed in, where it is not the tensors' own.
     """
     ranks = dist.get_world_size(group)
     for bucket in _buckets(tensors, bucket_bytes):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).div_(ranks)
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        flat = (flat if dtype is None else flat.to(dtype)).div_(ranks)
         dist.all_reduce(flat, group=group)
         _unpack(flat, bucket)
 
 
-def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int) -> None:
-    """Gives every rank of a group the tensors of its first rank, in place."""
-    source = dist.get_global_rank(group, 0)
+def add_up(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int) -> None:
+    """Replaces each tensor by its sum over a group's ranks, in place; every rank gives tensors of the same shapes."""
+    for bucket in _buckets(tensors, bucket_bytes):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        dist.all_reduce(flat, group=group)
+        _unpack(flat, bucket)
+
+
+def broadcast(
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int, source: int | None = None
+) -> None:
+    """Gives every rank of a group the tensors of one of them, in place: of the first, or of the rank ``source``."""
+    source = dist.get_global_rank(group, 0) if source is None else source
     for bucket in _buckets(tensors, bucket_bytes):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
         dist.broadcast(flat, source, group=group)
-        _unpack(flat, bucket)
+        if source != dist.get_rank():
+            _unpack(flat, bucket)
 
 
 def _buckets(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> Iterator[list[torch.Tensor]]:

@@ -56,7 +56,7 @@ class _YourPipeline(_Runner):
 
 
 SITUATIONS: tuple[Situation, ...] = (
-    Situation("strategy-missing", "a strategy that nobody provides", {"tp": 4}),
+    Situation("strategy-missing", "a strategy that nobody provides", {"cp": 4}),
     Situation("plugin-repeated", "one plugin given twice", given=(Clipping(1.0), Clipping(1.0))),
     Situation("one-runner", "two plugins that both run micro-batches", given=(_MyPipeline(), _YourPipeline())),
     Situation("degrees-divide-world", "2 ranks a replica in a world of 5", {"fsdp": 2}, {"world_size": 5}),
@@ -77,12 +77,11 @@ SITUATIONS: tuple[Situation, ...] = (
         {"memory_budget": "6GiB", "activation_checkpointing": "full"},
     ),
     Situation(
-        "comm-hook-needs-ddp",
-        "16-bit gradients, and a plugin that runs micro-batches",
-        {"dp": 2, "comm_hook": "bf16"},
-        given=(_MyPipeline(),),
+        "fsdp-unused-in-turn",
+        "ranks that use other parameters, and a plugin that runs micro-batches",
+        {"fsdp": 4},
+        given=(FSDP(4, find_unused_parameters=True), _MyPipeline()),
     ),
-    Situation("fsdp-in-turn", "sharding, and a plugin that runs micro-batches", {"fsdp": 4}, given=(_MyPipeline(),)),
     Situation(
         "auto-recompute-runner",
         "measured recomputation, and a plugin that runs micro-batches",

@@ -17,7 +17,7 @@ class DebugMode(Callback):
     """Compares collectives before they run, and parameters every few steps: what `Trainer(debug=True)` adds.
 
     What DistributedDataParallel does in C++ is not seen as it runs, so the ranks also compare that they are about to
-    run the same forward and the same backward.
+    run the same forward and the same backward, where all of them run the whole model.
 
     Args:
         compare_every: After how many steps the ranks' parameters are compared.
@@ -38,14 +38,15 @@ class DebugMode(Callback):
 
     def on_micro_batch_begin(self, trainer: Trainer, logs: dict[str, Any]) -> None:
         """Compares where the ranks are."""
-        self._announce("forward of a micro-batch")
+        self._announce(trainer, "forward of a micro-batch")
 
     def on_before_backward(self, trainer: Trainer, logs: dict[str, Any]) -> None:
         """Compares where the ranks are."""
-        self._announce("backward of a micro-batch, in which gradients are averaged")
+        self._announce(trainer, "backward of a micro-batch, in which gradients are averaged")
 
-    def _announce(self, what: str) -> None:
-        if self._check is not None:
+    def _announce(self, trainer: Trainer, what: str) -> None:
+        # The ranks of a pipeline are never at one place: each waits for what another computes.
+        if self._check is not None and trainer.engine.runs_in_turn:
             self._check.announce(what)
 
     def on_checkpoint(self, trainer: Trainer, logs: dict[str, Any]) -> None:

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from paraflow.errors import DataError, ModelError
 from paraflow.models.model import Model
@@ -17,6 +16,7 @@ from paraflow.models.token_loss import token_cross_entropy, token_step
 from paraflow.models.transformer_sizes import check_sizes
 from paraflow.nn import Embedding, FeedForward, Linear, Rotary, SelfAttention, TransformerBlock, residual_std
 from paraflow.nn.block import NormName, make_norm
+from paraflow.nn.tied import project
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +168,7 @@ class CausalLM(Model):
             hidden = block(hidden, None, positions)
         hidden = self.norm(hidden)
         # The tied weight is used, not registered twice: one name in checkpoints, and no tie for a plan to break.
-        return F.linear(hidden, self.embedding.weight) if self.head is None else self.head(hidden)
+        return project(hidden, self.embedding) if self.head is None else self.head(hidden)
 
     def loss(self, output: Any, target: Any) -> Any:
         """The loss that `configure` named; if none, the mean cross-entropy over the targets that are not -100."""

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from paraflow.errors import DataError
 from paraflow.models.model import Model
@@ -17,6 +16,7 @@ from paraflow.models.token_loss import token_cross_entropy, token_step
 from paraflow.models.transformer_sizes import check_sizes
 from paraflow.nn import Embedding, FeedForward, Linear, SelfAttention, TransformerBlock, residual_std
 from paraflow.nn.block import NormName, make_norm
+from paraflow.nn.tied import project
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ class MaskedLM(Model):
         hidden = self.dropout(hidden)
         for block in self.blocks:
             hidden = block(hidden, attention_mask)
-        return F.linear(self.transform(self.norm(hidden)), self.embedding.weight, self.head_bias)
+        return project(self.transform(self.norm(hidden)), self.embedding, self.head_bias)
 
     def loss(self, output: Any, target: Any) -> Any:
         """The loss that `configure` named; if none, the mean cross-entropy over the targets that are not -100."""

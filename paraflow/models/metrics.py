@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from paraflow.errors import ModelError
-from paraflow.models.named_metrics import aligned, by_own_name, is_function, make_metric
+from paraflow.models.named_metrics import by_own_name, is_function, make_metric, update, update_by_name
+from paraflow.tensor_parallel.split_logits import needs_all_ranks
 
 
 class MetricSet:
@@ -78,9 +79,9 @@ class MetricSet:
             if is_function(spec):
                 metric.update(spec(output, target), weight=samples)
             elif isinstance(spec, str):
-                metric.update(*aligned(spec, output, target, probabilities=self._probabilities))
+                update_by_name(metric, spec, output, target, probabilities=self._probabilities)
             else:
-                metric.update(output, target)
+                update(metric, output, target)
         except (ValueError, RuntimeError, IndexError) as error:
             raise ModelError(
                 f"The metric {name!r} cannot compare an output of shape {_shape(output)} with a target of shape "
@@ -88,9 +89,12 @@ class MetricSet:
             ) from error
 
     def _show(self, name: str, spec: Any, output: Any, target: Any) -> None:
-        """Gives the empty lists of a metric, which are exchanged as they are, the dtype and shape of a batch's rows."""
+        """Gives the empty lists of a metric, which are exchanged as they are, the dtype and shape of a batch's rows.
+
+        Where ranks that have samples need this one to look at theirs, it does as they do.
+        """
         empty = [part for part in _parts(self._metrics[name]) if any(v == [] for v in part.metric_state.values())]
-        if not empty:
+        if not empty and not needs_all_ranks(output):
             return
         shown = self._build(spec, output, target)
         self._update(shown, name, spec, output, target, samples=1)

@@ -10,6 +10,7 @@ import torch
 
 from paraflow.errors import ModelError
 from paraflow.models.losses import IGNORED
+from paraflow.tensor_parallel.split_logits import SplitLogits, whole
 
 _CLASSIFICATION = {
     "accuracy": ("Accuracy", "micro"),
@@ -88,8 +89,8 @@ def aligned(spec: str, output: Any, target: Any, *, probabilities: bool = False)
     """Brings output and target to what the metric of a name takes.
 
     Outputs are logits: two classes have one logit a sample, more have one a class, in dimension 1 as in torch or in the
-    last as in language models. They become probabilities here, because torchmetrics would guess from each batch's
-    values whether they are.
+    last as in language models. Those of two classes become probabilities here, because torchmetrics would guess from
+    each batch's values whether they are.
 
     Args:
         spec: The name.
@@ -116,7 +117,60 @@ def aligned(spec: str, output: Any, target: Any, *, probabilities: bool = False)
         _require_classes(spec, target)
         scores = output.sigmoid() if output.is_floating_point() and not probabilities else output
         return scores, target.int()
-    return output.softmax(1) if spec == "auroc" else output, target
+    return output, target
+
+
+def update_by_name(metric: Any, spec: str, output: Any, target: Any, *, probabilities: bool = False) -> None:
+    """Adds a batch to the metric of a name; see `aligned`.
+
+    Raises:
+        ModelError: They are not tensors, or the target holds no classes.
+    """
+    output, target = aligned(spec, output, target, probabilities=probabilities)
+    if spec == "auroc" and output.dim() == target.dim() + 1:
+        output = whole(output).softmax(1)
+    update(metric, output, target)
+
+
+def update(metric: Any, output: Any, target: Any) -> None:
+    """Adds a batch to a torchmetrics metric.
+
+    Of logits that are split over ranks those that look at the highest only are given these, as whole numbers; for
+    others they are joined.
+
+    Args:
+        metric: The metric.
+        output: What the model predicted.
+        target: What was to be predicted.
+    """
+    if not isinstance(output, SplitLogits):
+        metric.update(output, target)
+        return
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassStatScores
+
+    by_class = isinstance(metric, MulticlassStatScores) and metric.multidim_average == "global"
+    if not by_class or output.dim() != 2 or target.dim() != 1:
+        metric.update(output.whole(), target)
+    elif metric.top_k == 1:
+        metric.update(output.argmax(-1), target)
+    elif isinstance(metric, MulticlassAccuracy) and metric.average == "micro":
+        _update_top(metric, output, target)
+    else:
+        metric.update(output.whole(), target)
+
+
+def _update_top(metric: Any, output: SplitLogits, target: torch.Tensor) -> None:
+    """A class among the first k is as good as the first, which is how torchmetrics counts.
+
+    The metric then counts for each class what it would for all: the share that it gives is the same.
+    """
+    highest, metric.top_k = metric.top_k, 1
+    try:
+        first = output.topk(highest).indices
+        among = (first == target[:, None]).any(1)
+        metric.update(torch.where(among, target, first[:, 0]), target)
+    finally:
+        metric.top_k = highest
 
 
 def _require_classes(spec: str, target: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional
 from paraflow.errors import ModelError
 from paraflow.models.losses import IGNORED
 from paraflow.models.recipe import recipe_of
+from paraflow.tensor_parallel.split_logits import needs_all_ranks
 
 _TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 
@@ -77,6 +78,24 @@ def call_with_inputs(module: nn.Module, batch: Any) -> Any:
 
 
 def _own_loss(module: nn.Module, batch: Any) -> dict[str, Any]:
+    loss, logits, labels = loss_and_logits(module, batch)
+    result: dict[str, Any] = {"loss": loss}
+    if isinstance(labels, torch.Tensor) and labels.dim() > 1 and not labels.is_floating_point():
+        if module not in _SHIFTS and not _has_values(loss):
+            raise ShiftUnknown(module, batch)
+        shifted = shifts_labels(module, loss, logits, labels)
+        labels = labels[..., 1:] if shifted else labels
+        logits = logits[..., :-1, :] if shifted and isinstance(logits, torch.Tensor) else logits
+        result["weight"] = (labels != IGNORED).sum()
+    return {**result, "output": logits, "target": labels}
+
+
+def loss_and_logits(module: nn.Module, batch: Any) -> tuple[torch.Tensor, Any, Any]:
+    """Runs a module whose output has a loss on a batch, and returns its loss, its logits and the batch's labels.
+
+    Raises:
+        ModelError: There is no loss.
+    """
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         batch = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
     if isinstance(batch, Mapping):
@@ -89,15 +108,28 @@ def _own_loss(module: nn.Module, batch: Any) -> dict[str, Any]:
             f"{type(module).__name__} has no loss: its output ({type(output).__name__}) has none for this batch "
             f"({_describe(batch)}). Say one with configure(loss='cross_entropy'), or override training_step."
         )
-    result: dict[str, Any] = {"loss": loss}
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    if isinstance(labels, torch.Tensor) and labels.dim() > 1 and not labels.is_floating_point():
-        shifted = shifts_labels(module, loss, logits, labels)
-        labels = labels[..., 1:] if shifted else labels
-        logits = logits[..., :-1, :] if shifted and isinstance(logits, torch.Tensor) else logits
-        result["weight"] = (labels != IGNORED).sum()
-    return {**result, "output": logits, "target": labels}
+    return loss, logits, labels
+
+
+class ShiftUnknown(Exception):
+    """Whether a model shifts its labels shows in values, and this rank has none: see `shifts_labels`.
+
+    Attributes:
+        module: The model.
+        batch: What it was run on.
+    """
+
+    def __init__(self, module: nn.Module, batch: Any) -> None:
+        super().__init__(f"whether {type(module).__name__} shifts its labels is not known")
+        self.module, self.batch = module, batch
+
+
+def _has_values(loss: torch.Tensor) -> bool:
+    from paraflow.pipelining.absent import Absent
+
+    return not isinstance(loss, Absent)
 
 
 def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any) -> Any:
@@ -137,12 +169,19 @@ def shifts_labels(module: nn.Module, loss: torch.Tensor, logits: Any, labels: to
     return _SHIFTS[module]
 
 
+def remember_shift(module: nn.Module, shifts: bool) -> None:
+    """Notes whether a model shifts its labels, as another rank has found out."""
+    _SHIFTS[module] = shifts
+
+
 _SHIFTS: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def _found_shift(loss: torch.Tensor, logits: Any, labels: torch.Tensor) -> bool | None:
     if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != labels.shape:
         return None
+    if needs_all_ranks(logits):
+        return None  # other ranks may have found it out already, and not be here
     with torch.no_grad():
         pairs = {True: (logits[..., :-1, :], labels[..., 1:]), False: (logits, labels)}
         fitting = [

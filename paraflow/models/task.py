@@ -17,6 +17,7 @@ from paraflow.errors import ModelError
 from paraflow.models.recipe import Recipe, recipe_of
 from paraflow.models.step import call_with_inputs, supervised_step
 from paraflow.optim import build_optimizer, build_schedule
+from paraflow.outline import outline_of
 
 
 class Task:
@@ -82,6 +83,7 @@ class Task:
                 self.module.named_parameters(),
                 lr=recipe.lr,
                 weight_decay=recipe.weight_decay,
+                is_stage=outline_of(self.module) is not None,
                 **recipe.optimizer_options,
             )
         if schedule is None and recipe.warmup:

@@ -25,6 +25,7 @@ def build_optimizer(
     *,
     lr: float,
     weight_decay: float | None = None,
+    is_stage: bool = False,
     **options: Any,
 ) -> Optimizer:
     """Make the optimizer of a model's trainable parameters.
@@ -40,6 +41,8 @@ def build_optimizer(
         named_parameters: What `model.named_parameters()` gives.
         lr: Learning rate; the peak of the schedule if there is one.
         weight_decay: Weight decay, or None for the optimizer's own default.
+        is_stage: Whether other ranks hold further parameters of the model: the groups are those of the whole then,
+            though one may be empty here.
         **options: Further keyword arguments of the optimizer, such as `betas` or `momentum`.
 
     Returns:
@@ -58,10 +61,10 @@ def build_optimizer(
     named = list(named_parameters)
     if isinstance(choice, Optimizer):
         return _check_ready_made(choice, [parameter for _, parameter in named])
-    trainable = _trainable(named)
+    trainable = _trainable(named, is_stage=is_stage)
     make = _class_named(choice) if isinstance(choice, str) else choice
     _check_parameters(make, trainable)
-    groups = _groups([parameter for _, parameter in trainable], weight_decay)
+    groups = _groups([parameter for _, parameter in trainable], weight_decay, keep_empty=is_stage)
     arguments = {**_known_arguments(make, lr, weight_decay), **options}
     _check_options(make, weight_decay, options)
     optimizer = make(groups, **arguments)
@@ -107,10 +110,10 @@ def _class_named(name: str) -> type[Optimizer]:
     raise ModelError(f'No optimizer is called "{name}".{hint} The names are {", ".join(names)}.')
 
 
-def _trainable(named: list[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
+def _trainable(named: list[tuple[str, Parameter]], *, is_stage: bool) -> list[tuple[str, Parameter]]:
     """Names and parameters that require a gradient, each parameter once."""
     unique = {id(parameter): (name, parameter) for name, parameter in reversed(named) if parameter.requires_grad}
-    if not unique:
+    if not unique and not is_stage:
         state = "all are frozen" if named else "it has none at all"
         raise ModelError(
             f"The model has no trainable parameter: {state}. Give it layers with parameters, or set requires_grad=True."
@@ -118,13 +121,13 @@ def _trainable(named: list[tuple[str, Parameter]]) -> list[tuple[str, Parameter]
     return list(reversed(unique.values()))
 
 
-def _groups(parameters: list[Parameter], weight_decay: float | None) -> Groups:
+def _groups(parameters: list[Parameter], weight_decay: float | None, *, keep_empty: bool) -> Groups:
     if not weight_decay:
         return [{"params": parameters}]
     decayed = [parameter for parameter in parameters if parameter.ndim > 1]
     others = [parameter for parameter in parameters if parameter.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    return [group for group in groups if group["params"] or keep_empty]
 
 
 def _keywords(make: Callable[..., Optimizer]) -> dict[str, inspect.Parameter]:

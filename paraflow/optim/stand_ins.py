@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paraflow.errors import ModelError
-from paraflow.parts import as_part, box_of, is_spread, local
+from paraflow.parts import as_part, cut, is_spread, local
 
 _STANDS_FOR = "_paraflow_stands_for"
 
@@ -47,11 +47,14 @@ def follow(optimizer: Optimizer, before: Mapping[str, nn.Parameter], now: Mappin
     """
     hold_the_models_own(optimizer)
     after = {id(old): now[name] for name, old in before.items() if name in now}
+    gone = {id(old) for name, old in before.items() if name not in now}  # to other ranks
     for group in optimizer.param_groups:
         for tensor in group["params"]:
             _require_values(optimizer, tensor)
             move_state(optimizer, tensor, after.get(id(tensor), tensor))
-        group["params"] = [after.get(id(tensor), tensor) for tensor in group["params"]]
+        for tensor in [tensor for tensor in group["params"] if id(tensor) in gone]:
+            optimizer.state.pop(tensor, None)
+        group["params"] = [after.get(id(tensor), tensor) for tensor in group["params"] if id(tensor) not in gone]
 
 
 def _require_values(optimizer: Optimizer, tensor: torch.Tensor) -> None:
@@ -78,7 +81,7 @@ def _moved(value: Any, before: torch.Tensor, after: torch.Tensor) -> Any:
     if value.dim() == 0 or value.shape != before.shape:
         return value.to(after.device) if value.device == before.device else value
     if is_spread(after) and not is_spread(value) and before.shape == after.shape:
-        value = value[box_of(after)]
+        value = cut(value, after)
     own = local(value)
     dtype = after.dtype if own.dtype == before.dtype else own.dtype
     own = alone(own.to(local(after).device, dtype))

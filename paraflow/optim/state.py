@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from paraflow.errors import CheckpointError
 from paraflow.optim.held import Held, changed
 from paraflow.optim.stand_ins import alone
 from paraflow.optim.update import Update
-from paraflow.parts import as_part, box_of, is_spread, local, map_values, part_for, whole
+from paraflow.parts import as_part, cut, is_spread, local, map_values, part_for, whole
 
 MASTER = "master_weight"
 """What a state has of a parameter whose optimizer holds it with more digits than the model does."""
@@ -85,12 +86,7 @@ def load_optimizer_state(update: Update, saved: dict[str, Any]) -> None:
     _require_held(update)
     optimizer, held = update.optimizer, update.by_tensor
     mine = [[held[id(p)].name for p in group["params"]] for group in optimizer.param_groups]
-    theirs = [group["params"] for group in saved["param_groups"]]
-    if mine != theirs:
-        raise CheckpointError(
-            f"The checkpoint's optimizer has groups of {[len(group) for group in theirs]} parameters, and this one of "
-            f"{[len(group) for group in mine]}, or they are in another order. Configure the optimizer as it was saved."
-        )
+    groups = _groups_for(mine, saved["param_groups"])
     places = {name: place for place, name in enumerate(name for group in mine for name in group)}
     by_name = {one.name: one for one in update.held}
     own = map_values(saved.get("own", {}), lambda value: _as_held(value, None))
@@ -104,14 +100,32 @@ def load_optimizer_state(update: Update, saved: dict[str, Any]) -> None:
             },
         },
         "param_groups": [
-            {**group, **_implementation(here), "params": [places[name] for name in group["params"]]}
-            for group, here in zip(saved["param_groups"], optimizer.param_groups, strict=True)
+            {**here, **group, **_implementation(here), "params": [places[name] for name in names]}
+            for group, here, names in zip(groups, optimizer.param_groups, mine, strict=True)
         ],
     }
     optimizer.load_state_dict(numbered)
     for one in update.held:
         if one.is_copy:
             _load_copy(one, saved["state"].get(one.name, {}).get(MASTER))
+
+
+def _groups_for(mine: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns for each of an optimizer's groups what was saved of it: the one with the same parameters.
+
+    The order within a group is the optimizer's own. Of a group without a parameter, as a stage of a model may have one,
+    it is what is in its place.
+    """
+    by_names = {frozenset(group["params"]): group for group in saved if group["params"]}
+    wanted = {frozenset(names) for names in mine if names}
+    if wanted != by_names.keys():
+        raise CheckpointError(
+            f"The checkpoint's optimizer has groups of {[len(group['params']) for group in saved]} parameters, and "
+            f"this one of {[len(names) for names in mine]}, or of other parameters. Configure the optimizer as it was "
+            "saved."
+        )
+    in_place = dict(enumerate(saved))
+    return [by_names.get(frozenset(names), in_place.get(place, {})) for place, names in enumerate(mine)]
 
 
 def _load_copy(held: Held, master: Any) -> None:
@@ -134,7 +148,7 @@ def _as_held(value: Any, held: Held | None) -> Any:
         return part if is_spread(held.tensor) else alone(local(part))
     if is_spread(value) and is_spread(held.parameter) and _laid_out_alike(value, held.parameter):
         return local(value)
-    return alone(whole(value)[box_of(held.parameter)])  # cut where it is: never on the device
+    return alone(cut(whole(value), held.parameter))  # cut where it is: never on the device
 
 
 def _laid_out_alike(value: Any, parameter: Any) -> bool:

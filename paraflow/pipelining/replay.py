@@ -21,7 +21,7 @@ from paraflow.pipelining.functions import functions_seen
 from paraflow.pipelining.running import Left, Running
 from paraflow.pipelining.skeleton import Skeleton
 from paraflow.pipelining.trace import Glue, Tracing, Traffic, aside
-from paraflow.pipelining.values import rebuilt, tensors_in
+from paraflow.pipelining.values import rebuilt, tensors_in, tensors_kept_in
 from paraflow.step import Boundary
 
 Inner = Callable[..., Any]
@@ -257,7 +257,8 @@ def _put_back(now: dict[str, Any], before: Mapping[str, Any]) -> None:
 
 
 def _has_absent(value: Any) -> bool:
-    return any(isinstance(tensor, Absent) for tensor in tensors_in(value))
+    """Whether there is one in what a module keeps, which may refer to itself."""
+    return any(isinstance(tensor, Absent) for tensor in tensors_kept_in(value))
 
 
 def _present(tensor: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,25 @@ def _visit(value: Any, kind: type | tuple[type, ...], found: list[Any]) -> None:
     elif not isinstance(value, _PLAIN):
         for child in _children(value):
             _visit(child, kind, found)
+
+
+def tensors_kept_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a value whose parts may refer to each other and back, as what a module keeps may; each part once.
+
+    Example:
+        >>> kept = {"x": torch.ones(1)}
+        >>> kept["self"] = kept
+        >>> list(tensors_kept_in(kept))
+        [tensor([1.])]
+    """
+    waiting, seen = [value], set[int]()
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, torch.Tensor):
+            yield part
+        elif not isinstance(part, _PLAIN) and id(part) not in seen:
+            seen.add(id(part))
+            waiting.extend(part if isinstance(part, (tuple, list)) else _children(part))
 
 
 def rebuilt(value: Any, function: Leaf, kind: type | tuple[type, ...] = torch.Tensor) -> Any:

@@ -11,7 +11,10 @@ from paraflow.plugins.cpu_offload import CPUOffload
 from paraflow.plugins.data_parallel import DataParallel
 from paraflow.plugins.fsdp import FSDP
 from paraflow.plugins.optimizer import OptimizerImplementation
+from paraflow.plugins.pipeline import Pipeline
 from paraflow.plugins.precision import Precision
+from paraflow.plugins.split import Split
+from paraflow.plugins.tensor_parallel import TensorParallel
 
 __all__ = [
     "FSDP",
@@ -25,6 +28,9 @@ __all__ = [
     "HalfCommunication",
     "OptimizerImplementation",
     "Phase",
+    "Pipeline",
     "Plugin",
     "Precision",
+    "Split",
+    "TensorParallel",
 ]

@@ -1,4 +1,4 @@
-"""Half-precision gradient communication, on the hooks of torch's DistributedDataParallel."""
+"""Half-precision gradient communication: on the hooks of torch's DistributedDataParallel, or after backward."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from torch import nn
 from paraflow.errors import PlanError
 from paraflow.plan import Plan
 from paraflow.plugins.base import Phase, Plugin
-from paraflow.rules import Rule
+from paraflow.plugins.data_parallel import DataParallel
 
 if TYPE_CHECKING:
     from paraflow.engine import Engine
 
 
 class HalfCommunication(Plugin):
-    """Sends gradients in 16 bits: divided by the number of ranks, rounded, summed, and widened again.
+    """Sends gradients in 16 bits: rounded, divided by the number of ranks, summed, and widened again.
 
-    Only the micro-batch that synchronises communicates, so accumulation itself stays in fp32. On one rank there is
-    nothing to send, and nothing is done.
+    Where DistributedDataParallel cannot average them during backward (under a pipeline, or of layers that are split),
+    they are averaged after it, in 16 bits as well. Only the micro-batch that synchronises communicates, so accumulation
+    itself stays in fp32. On one rank there is nothing to send, and nothing is done.
 
     Args:
         dtype: ``"bf16"`` (fp32's range, 8 bits of precision) or ``"fp16"`` (11 bits, range to 65,504).
@@ -28,15 +29,6 @@ class HalfCommunication(Plugin):
 
     name = "communication"
     phase = Phase.OPTIMIZE
-    rules = (
-        Rule(
-            "comm-hook-needs-ddp",
-            lambda f: f.plan.dp > 1 and bool(f.runners),
-            "comm_hook={f.plan.comm_hook!r} compresses what DistributedDataParallel sends during backward, and under "
-            "{f.runners} gradients are averaged after it.",
-            "Leave comm_hook out.",
-        ),
-    )
 
     def __init__(self, dtype: str = "bf16") -> None:
         if dtype not in ("bf16", "fp16"):
@@ -49,13 +41,15 @@ class HalfCommunication(Plugin):
         return {"comm_hook": self.dtype}
 
     def transform(self, module: nn.Module, engine: Engine) -> nn.Module:
-        """Registers the hook on the replica that data parallelism made; sharded gradients are reduced so already."""
+        """Registers the hook on the replica that data parallelism made; what others average is averaged so already."""
         others = [plugin for plugin in engine.plugins if plugin is not self]
         if engine.mesh.degree("dp") == 1 or any("comm_hook" in plugin.provides for plugin in others):
             return module
         from torch.nn.parallel import DistributedDataParallel
 
         replica = next((layer for layer in module.modules() if isinstance(layer, DistributedDataParallel)), None)
+        if replica is None and any(isinstance(plugin, DataParallel) for plugin in others):
+            return module
         if replica is None:
             raise PlanError(
                 f"[comm-hook-needs-ddp] comm_hook={self.dtype!r} compresses what DistributedDataParallel sends, and "

@@ -12,8 +12,10 @@ from torch import nn
 
 from paraflow.collectives import average, broadcast
 from paraflow.errors import ModelError
+from paraflow.parts import is_spread, local
 from paraflow.plan import Plan
 from paraflow.plugins.base import Part, Phase, Plugin
+from paraflow.plugins.precision import DTYPES
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -26,7 +28,9 @@ class DataParallel(Plugin):
     """Replicas of the model that average their gradients, in buckets, while backward goes on.
 
     Where another plugin runs the micro-batches in an order of its own, forwards and backwards no longer alternate,
-    which DistributedDataParallel needs; gradients are then averaged once, after the last backward.
+    which DistributedDataParallel needs; gradients are then averaged once, after the last backward. So are those of
+    parameters of which a rank holds a part, which it does not take. What replicas hold different parts of is not theirs
+    to average.
 
     Args:
         degree: The number of replicas; None fills the world.
@@ -57,6 +61,7 @@ class DataParallel(Plugin):
         self._broadcast_buffers = broadcast_buffers
         self._replica: DistributedDataParallel | None = None
         self._after_backward: ProcessGroup | None = None
+        self._later: list[nn.Parameter] = []
         self._checked = False
         self._forwarded = False
 
@@ -69,26 +74,41 @@ class DataParallel(Plugin):
         """Wraps the step in DistributedDataParallel; every replica starts from its first rank's parameters."""
         if engine.mesh.degree("dp") == 1 or not any(p.requires_grad for p in module.parameters()):
             return module
-        if not engine.runs_in_turn:
-            self._after_backward = engine.mesh.group("dp")
-            broadcast([*engine.module.parameters(), *engine.module.buffers()], self._after_backward, self._bucket_bytes)
+        group = engine.mesh.group("dp")
+        replicated = [p for p in module.parameters() if p.requires_grad and not _is_shared_out(p)]
+        parts = [p for p in module.parameters() if is_spread(p) and not _is_shared_out(p)]
+        whole = [p for p in replicated if not is_spread(p)]
+        if not engine.runs_in_turn or not whole:
+            self._after_backward, self._later = group, replicated
+            given = [local(p) for p in module.parameters() if not _is_shared_out(p)]
+            broadcast([*given, *module.buffers()], group, self._bucket_bytes)
             return module
+        if parts:
+            self._after_backward, self._later = group, [p for p in parts if p.requires_grad]
+            broadcast([local(p) for p in parts], group, self._bucket_bytes)
+        self._replica = self._replicate(module, group)
+        if not self._find_unused and not self._static_graph and not _has_hooks(module):
+            self._rehearse(self._replica)
+        return self._replica
+
+    def _replicate(self, module: nn.Module, group: ProcessGroup) -> DistributedDataParallel:
         from torch.nn.parallel import DistributedDataParallel
 
         wanted = _keeps_statistics(module) if self._broadcast_buffers is None else self._broadcast_buffers
-        self._replica = DistributedDataParallel(
-            _Rehearsable(module),
-            process_group=engine.mesh.group("dp"),
+        rehearsable = _Rehearsable(module)
+        spread = [name for name, p in rehearsable.named_parameters(remove_duplicate=False) if is_spread(p)]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(rehearsable, spread)  # type: ignore[no-untyped-call]
+        replica = DistributedDataParallel(
+            rehearsable,
+            process_group=group,
             **_buffers_option(DistributedDataParallel, wanted),
             bucket_cap_mb=self._bucket_cap_mb,
             find_unused_parameters=self._find_unused,
             static_graph=self._static_graph,
             gradient_as_bucket_view=True,
         )
-        self._replica.register_forward_pre_hook(self._before_forward)
-        if not self._find_unused and not self._static_graph and not _has_hooks(module):
-            self._rehearse(self._replica)
-        return self._replica
+        replica.register_forward_pre_hook(self._before_forward)
+        return replica
 
     def _before_forward(self, replica: nn.Module, *_: Any) -> None:
         """A forward that is run again for one micro-batch must not give out rank 0's buffers again."""
@@ -120,11 +140,16 @@ class DataParallel(Plugin):
 
     def reduce_gradients(self, engine: Engine) -> None:
         """Backward has averaged them already, and the first step checks that it could; or they are averaged here."""
-        if self._after_backward is not None:
-            for parameter in engine.parameters:
-                if parameter.grad is None:  # on another rank it may have had a part
-                    parameter.grad = torch.zeros_like(parameter)
-            average(engine.gradients(), self._after_backward, self._bucket_bytes)
+        self._require_all_used(engine)
+        if self._after_backward is None:
+            return
+        for parameter in self._later:
+            if parameter.grad is None:  # on another rank it may have had a part
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [local(p.grad) for p in self._later if p.grad is not None]
+        average(gradients, self._after_backward, self._bucket_bytes, DTYPES.get(engine.plan.comm_hook or ""))
+
+    def _require_all_used(self, engine: Engine) -> None:
         if self._checked or self._replica is None:
             return
         self._checked = True
@@ -152,8 +177,14 @@ class _Rehearsable(nn.Module):
         if step is not None:
             return self.steps(step, batch)
         # Autograd runs first what was recorded last; one element is enough for a gradient.
-        firsts = [p.flatten()[:1].sum() for p in self.parameters() if p.requires_grad]
+        firsts = [p.flatten()[:1].sum() for p in self.parameters() if p.requires_grad and not is_spread(p)]
         return torch.stack([first.float() for first in firsts]).sum()
+
+
+def _is_shared_out(parameter: nn.Parameter) -> bool:
+    """Whether replicas hold different parts of a parameter, so that none averages it."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return mesh is not None and "dp" in (mesh.mesh_dim_names or ())
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -18,8 +18,8 @@ from paraflow.plan_memory import as_text
 from paraflow.plugins.base import Part, Phase, Plugin, State
 from paraflow.plugins.cpu_offload import chosen_units
 from paraflow.plugins.gathered import Gathered, gathered_bytes
-from paraflow.plugins.sharding import Entrance, Layout, Sharding, same_everywhere, shard
-from paraflow.plugins.units import Asked, Unit, find_units, rest_of
+from paraflow.plugins.sharding import Entrance, Layout, Sharding, is_sharded, same_everywhere, shard
+from paraflow.plugins.units import Asked, Unit, bytes_gathered, find_units, rest_of
 from paraflow.plugins.usage import Usage
 from paraflow.rules import Rule
 
@@ -44,18 +44,21 @@ RULES = (
         "itself (hybrid sharding).",
         "Leave DataParallel out, and write dp={f.plan.dp}, fsdp={f.plan.fsdp}.",
     ),
-    Rule(
-        "fsdp-in-turn",
-        lambda f: bool(f.runners),
-        "FSDP gathers the units of a forward and of its backward in turn, and {f.runners} runs micro-batches in "
-        "another order.",
-        "Leave one of them out.",
-    ),
 )
 
 
-def _own_rules(reduce: str | None, shards: bool | int | None, gather_dtype: str | None) -> Iterator[Rule]:
+def _own_rules(
+    reduce: str | None, shards: bool | int | None, gather_dtype: str | None, *, mixed: bool
+) -> Iterator[Rule]:
     """The rows for arguments that the plan's fields do not say."""
+    if mixed:
+        yield Rule(
+            "fsdp-unused-in-turn",
+            lambda f: bool(f.runners),
+            "find_unused_parameters=True has ranks agree on what each micro-batch uses before its backward, and "
+            "{f.runners} runs micro-batches in another order.",
+            "Leave one of them out.",
+        )
     if gather_dtype is not None:
         yield Rule(
             "fsdp-gather-dtype",
@@ -138,10 +141,11 @@ class FSDP(Plugin):
         self._reshard_after_forward = reshard_after_forward
         self._gather_dtype = gather_dtype
         self._find_unused = find_unused_parameters
-        own = _own_rules(reduce, reshard_after_forward, gather_dtype)
+        own = _own_rules(reduce, reshard_after_forward, gather_dtype, mixed=find_unused_parameters)
         self.rules = (*RULES, *own)  # type: ignore[misc]  # what this one was given is refused before launch, too
         self._sharding: Sharding | None = None
         self._described: str | None = None
+        self._apart = False
 
     @property
     def fields(self) -> Mapping[str, Any]:
@@ -154,7 +158,7 @@ class FSDP(Plugin):
         plan, mesh = engine.plan, engine.mesh
         if plan.fsdp == 1 and not plan.offloads_parameters:
             return module
-        self._decide(plan)
+        self._decide(engine)
         dims = ("dp", "fsdp") if plan.dp > 1 else ("fsdp",)
         units = find_units(engine.module, self._units)
         rest = rest_of(engine.module, units)
@@ -166,7 +170,7 @@ class FSDP(Plugin):
             _reduced_in(plan, self._gather_dtype),
         )
         group = mesh.group(*DATA_DEGREES) if mesh.data_ranks > 1 else None
-        if group is not None and not any(is_spread(parameter) for parameter in engine.module.parameters()):
+        if group is not None and not is_sharded(engine.module):
             require_same_births(engine.module, mesh)
             same_everywhere(engine.module, group)
         needs = self._needs(plan, units, rest)
@@ -178,13 +182,17 @@ class FSDP(Plugin):
         self._entrance = Entrance(module, self._sharding, group)
         return self._entrance
 
-    def _decide(self, plan: Plan) -> None:
+    def _decide(self, engine: Engine) -> None:
         """Settles what was left open, now that the whole plan is known."""
+        plan = engine.plan
         self._level = self._zero or plan.zero
         default = "last" if self._level == 1 and plan.comm_hook is None else "each"
         self._when = self._reduce or default
         shards = self._reshard_after_forward
         self._reshards = self._level == 3 if shards is None else shards
+        runner = next((plugin for plugin in engine.plugins if plugin.overrides("run_micro_batches")), None)
+        if runner is not None and not getattr(runner, "reshard", False):
+            self._reshards = False  # a unit is used again before long: for another micro-batch
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, engine: Engine) -> torch.optim.Optimizer:
         """Gives an optimizer that treats elements alike plain shards; another one keeps tensors that know the whole."""
@@ -204,27 +212,63 @@ class FSDP(Plugin):
 
     def micro_batch(self, index: int, count: int, part: Part = "both") -> AbstractContextManager[Any]:
         """Says what the backward of a micro-batch does with gradients and gathered parameters."""
-        return nullcontext() if self._sharding is None else self._around(self._sharding, index, last=index == count - 1)
+        if self._sharding is None:
+            return nullcontext()
+        self._apart = part != "both"
+        last = index == count - 1
+        if part == "both":
+            return self._around(self._sharding, index, last=last)
+        return self._forward(self._sharding, index) if part == "forward" else self._backward(self._sharding, last=last)
 
     @contextmanager
     def _around(self, sharding: Sharding, index: int, *, last: bool) -> Iterator[None]:
         if index == 0:
-            sharding.begin_step()
-            self._usage.begin()
+            self._begin(sharding)
         self._entrance.forwarded = False
         sharding.before_backward(reduces=last or self._when == "each", lets_go=last or self._reshards is not False)
+        with self._checked(sharding), self._usage.micro_batch():
+            yield
+
+    @contextmanager
+    def _forward(self, sharding: Sharding, index: int) -> Iterator[None]:
+        """A forward by itself: others may follow before the first backward."""
+        if index == 0:
+            self._begin(sharding)
+        self._entrance.forwarded = False
+        with self._checked(sharding):
+            yield
+            self._usage.after_forward(self._entrance.begins)
+
+    @contextmanager
+    def _backward(self, sharding: Sharding, *, last: bool) -> Iterator[None]:
+        """A backward by itself: of some units, if this rank has several stages; the last one reduces for all."""
+        reduces, lets_go = last or self._when == "each", last or self._reshards is not False
+        sharding.before_backward(reduces=reduces, lets_go=lets_go, is_last=last)
+        with self._checked(sharding):
+            yield
+            sharding.finish_backward()  # the second half of one in two begins and ends inside of modules
+            self._usage.after_backward()
+
+    def _begin(self, sharding: Sharding) -> None:
+        sharding.begin_step()
+        self._usage.begin()
+
+    @contextmanager
+    def _checked(self, sharding: Sharding) -> Iterator[None]:
+        """Finds changes that sharding would lose; where anything is raised, nothing is left of the step."""
         try:
-            with self._usage.micro_batch():
-                yield
+            yield
             sharding.originals.require_unused()
             sharding.changes.require_none()
         except BaseException:
             sharding.reset()
             raise
+        finally:
+            self._entrance.begins = []
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Returns the loss as it is; what ran and what it depends on is compared over the ranks in the first step."""
-        return loss if self._sharding is None else self._usage.before_backward(loss)
+        return loss if self._sharding is None or self._apart else self._usage.before_backward(loss)
 
     def reduce_gradients(self, engine: Engine) -> None:
         """Backward has reduced them: the ranks compare whether all of them reduced the same."""
@@ -234,7 +278,7 @@ class FSDP(Plugin):
 
     def partitioned_over(self, name: str, parameter: nn.Parameter) -> Sequence[str] | None:
         """Every sharded parameter is, also over one rank: its module runs only as the engine calls it."""
-        return ("fsdp",) if is_spread(parameter) else ()
+        return ("fsdp",) if is_spread(parameter) and self._sharding is not None else ()
 
     def step(self, engine: Engine, proceed: Callable[[], bool]) -> bool:
         """Lets go of what a forward without a backward has left gathered."""
@@ -263,8 +307,8 @@ class FSDP(Plugin):
         )
 
     def _in_words(self, plan: Plan, layout: Layout, needs: Gathered, model: nn.Module) -> str:
-        whole = sum(parameter.nbytes for parameter in model.parameters())
-        trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+        whole = sum(bytes_gathered(parameter) for parameter in model.parameters())
+        trained = sum(bytes_gathered(parameter) for parameter in model.parameters() if parameter.requires_grad)
         replicas = f" × {plan.dp} replicas" if plan.dp > 1 else ""
         over = f"fully sharded over {plan.fsdp} ranks{replicas}, zero {self._level}" if plan.fsdp > 1 else "gathered"
         host = f", {len(layout.offloaded)} parts of them on the host" if layout.offloaded else ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paraflow.plugins.units import Unit
+from paraflow.plugins.units import Unit, bytes_gathered
 
 
 @dataclass(frozen=True)
@@ -82,4 +82,4 @@ def _trained(unit: Unit, units: Sequence[Unit]) -> int:
     parts = {id(part) for part in unit.module.modules()} - {id(unit.module)}
     others = [other for other in units if id(other.module) in parts]
     inner = {id(parameter) for other in others for parameter in other.module.parameters()}
-    return sum(p.nbytes for p in unit.module.parameters() if p.requires_grad and id(p) not in inner)
+    return sum(bytes_gathered(p) for p in unit.module.parameters() if p.requires_grad and id(p) not in inner)

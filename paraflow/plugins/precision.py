@@ -54,6 +54,8 @@ class Precision(Plugin):
             self._scaler = _AgreeingScaler(
                 engine, device, init_scale=self._initial_scale, growth_interval=self._growth_interval
             )
+            # Torch makes the scale when a loss is first scaled, and a rank may have none.
+            self._scaler.scale(torch.zeros((), device=engine.mesh.device))
         return _Autocast(module, device, DTYPES[self.dtype])
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,10 @@ from paraflow.plugins import (
     data_parallel,
     fsdp,
     optimizer,
+    pipeline,
     precision,
+    split,
+    tensor_parallel,
 )
 from paraflow.plugins.base import Plugin, in_order
 
@@ -33,7 +36,10 @@ _FROM_PLAN: dict[str, Callable[[Plan, Mapping[str, Any]], Plugin | None]] = {
     "data_parallel": data_parallel.from_plan,
     "fsdp": fsdp.from_plan,
     "optimizer": optimizer.from_plan,
+    "pipeline": pipeline.from_plan,
     "precision": precision.from_plan,
+    "split": split.from_plan,
+    "tensor_parallel": tensor_parallel.from_plan,
 }
 """Each of the package's plugins, by name; a new strategy adds its line."""
 

@@ -12,9 +12,10 @@ from torch import nn
 from paraflow.collectives import broadcast
 from paraflow.data.batch import children
 from paraflow.errors import ModelError
-from paraflow.parts import is_spread, keep_on_host
+from paraflow.parts import is_spread, keep_on_host, local
 from paraflow.plugins.stale import Changes, Originals
 from paraflow.plugins.units import Unit
+from paraflow.step import Boundary
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -60,7 +61,7 @@ class Sharding:
         self.changes = Changes(self.sharded())
         self._in_step, self._broken = False, False
         self._first_run = 0
-        self._reduces, self._lets_go = True, True
+        self._reduces, self._lets_go, self._is_last = True, True, True
         self._were_gathered = False
 
     def set_reshard_after_forward(self, wanted: bool | int) -> None:
@@ -72,15 +73,30 @@ class Sharding:
             if unit is not self.root:
                 unit.set_reshard_after_forward(wanted, recurse=False)
 
-    def before_backward(self, *, reduces: bool, lets_go: bool) -> None:
-        """Whether the next backward reduces gradients, and whether it lets go of gathered parameters."""
+    def before_backward(self, *, reduces: bool, lets_go: bool, is_last: bool = True) -> None:
+        """Says what the next backward does.
+
+        Args:
+            reduces: Whether it reduces gradients.
+            lets_go: Whether it lets go of gathered parameters.
+            is_last: Whether no forward waits for its backward after it; torch forgets then in which order units ran.
+        """
         if not reduces and self.layout.reduced_in is not None and not self._were_gathered:
             self._gather_each()
         if reduces != self._reduces:
             self.root.set_requires_gradient_sync(reduces)
         if lets_go != self._lets_go:
             self.root.set_reshard_after_backward(lets_go)
-        self._reduces, self._lets_go = reduces, lets_go
+        if is_last != self._is_last:
+            self.root.set_is_last_backward(is_last)
+        self._reduces, self._lets_go, self._is_last = reduces, lets_go, is_last
+
+    def finish_backward(self) -> None:
+        """Ends a backward that may have left out torch's hooks: they stand where modules are entered and left.
+
+        It is torch's own end of a backward, which does nothing for a second time.
+        """
+        self.root._get_fsdp_state()._root_post_backward_final_callback()
 
     def _gather_each(self) -> None:
         """Gathers each unit once: torch looks for gradients that wait in another dtype in units that never ran, too."""
@@ -141,6 +157,7 @@ class Sharding:
             self._broken = True
             return
         self.root.reset_iter_state()
+        self._run_order().clear()
         for held in self.sharded():
             held.unsharded_accumulated_grad = None
             if hasattr(held, "_unsharded_param"):
@@ -165,6 +182,11 @@ def groups_of(state: Any) -> Any:
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     return groups
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether an earlier engine has sharded a model."""
+    return _MARK in model.__dict__
 
 
 def shard(model: nn.Module, units: Sequence[Unit], layout: Layout) -> Sharding:
@@ -247,7 +269,10 @@ class _Opaque:
 
 
 def _losses(returned: Any) -> Iterator[torch.Tensor]:
-    """The tensors of one element: the loss is among them, and backward starts from nothing else."""
+    """What backward may start from: tensors of one element, among them the loss; or what goes on to other ranks."""
+    if isinstance(returned, Boundary):
+        yield from (tensor for tensor in returned.tensors if tensor.requires_grad)
+        return
     if isinstance(returned, torch.Tensor):
         if returned.numel() == 1 and returned.requires_grad:
             yield returned
@@ -263,6 +288,10 @@ class Entrance(nn.Module):
         steps: The engine's steps.
         sharding: The model.
         data_group: The ranks that must have the same running statistics, or None.
+
+    Attributes:
+        forwarded: Whether the micro-batch has had a forward with gradients.
+        begins: What the backward of the last forward may begin with.
     """
 
     def __init__(self, steps: nn.Module, sharding: Sharding, data_group: ProcessGroup | None) -> None:
@@ -272,6 +301,7 @@ class Entrance(nn.Module):
         self._data_group = data_group
         self._statistics = list(_statistics(sharding.root.module)) if data_group is not None else []
         self.forwarded = False
+        self.begins: list[torch.Tensor] = []
 
     def forward(self, step: str, batch: Any) -> Any:
         """Runs a step; what it gathers is let go of at once where no backward follows."""
@@ -279,7 +309,7 @@ class Entrance(nn.Module):
         self._share_statistics()
         sharding.begin_forward()
         try:
-            _, opaque = sharding.root(self.steps, step, batch)
+            self.begins, opaque = sharding.root(self.steps, step, batch)
         except BaseException as error:
             sharding.reset()
             if "mixed torch.Tensor and DTensor" in str(error):
@@ -316,5 +346,5 @@ def _used_outside(sharding: Sharding) -> str:
 
 def same_everywhere(model: nn.Module, group: ProcessGroup) -> None:
     """Gives every rank the first rank's parameters and buffers, before each takes its shards."""
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = [local(tensor) for tensor in (*model.parameters(), *model.buffers())]
     broadcast([tensor for tensor in tensors if not tensor.is_meta], group, _BUCKET_BYTES)

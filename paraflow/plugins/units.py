@@ -6,10 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import prod
+from typing import Any
 
 from torch import nn
 
 from paraflow.errors import ModelError
+from paraflow.parts import is_spread
+from paraflow.plan import DATA_DEGREES
 
 Asked = Sequence[str | type[nn.Module]]
 
@@ -73,7 +77,7 @@ def rest_of(model: nn.Module, units: Sequence[Unit]) -> Unit:
     inside = {id(parameter) for unit in units for parameter in unit.module.parameters()}
     rest = [parameter for parameter in model.parameters() if id(parameter) not in inside]
     _require_one_dtype("", rest)
-    return Unit("", sum(parameter.nbytes for parameter in rest), model)
+    return Unit("", sum(map(bytes_gathered, rest)), model)
 
 
 def _automatic(model: nn.Module) -> dict[str, nn.Module]:
@@ -90,7 +94,7 @@ def _automatic(model: nn.Module) -> dict[str, nn.Module]:
                 visit(path, child)
                 continue
             large = layer and sum(parameter.nbytes for parameter in child.parameters()) >= smallest
-            block = not layer and type(child) in repeated
+            block = not layer and _class_of(child) in repeated
             if (large or block) and not isinstance(child, _USED_ELSEWHERE) and not _shared(child, owners):
                 found[path] = child
             elif not layer:
@@ -106,7 +110,9 @@ def _repeated(module: nn.Module) -> set[type]:
     if not isinstance(module, _REPEATING):
         return set()
     # Not children(), which leaves out a block that is there twice.
-    counts = Counter(type(child) for child in module._modules.values() if child is not None and _has_parameters(child))
+    counts = Counter(
+        _class_of(child) for child in module._modules.values() if child is not None and _had_parameters(child)
+    )
     return {kind for kind, count in counts.items() if count > 1}
 
 
@@ -123,6 +129,16 @@ def runs(module: nn.Module) -> bool:
 
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
+
+
+def _class_of(module: nn.Module) -> type:
+    """A module's own class: ``fully_shard`` gives a unit another, but none to what has no parameters on this rank."""
+    return type(module).__mro__[2] if hasattr(module, "_get_fsdp_state") else type(module)
+
+
+def _had_parameters(module: nn.Module) -> bool:
+    """Whether there is a place for parameters: those of other stages have been taken out of theirs."""
+    return any(part._parameters for part in module.modules())
 
 
 def _owners(model: nn.Module) -> dict[int, set[int]]:
@@ -224,4 +240,20 @@ def _require_one_dtype(name: str, parameters: Iterable[nn.Parameter]) -> None:
 def _own_bytes(module: nn.Module, units: Iterable[nn.Module]) -> int:
     parts = {id(part) for part in module.modules()} - {id(module)}
     inner = {id(parameter) for unit in units if id(unit) in parts for parameter in unit.parameters()}
-    return sum(parameter.nbytes for parameter in module.parameters() if id(parameter) not in inner)
+    return sum(bytes_gathered(parameter) for parameter in module.parameters() if id(parameter) not in inner)
+
+
+def bytes_gathered(parameter: nn.Parameter) -> int:
+    """Returns the bytes of a parameter when sharding has gathered it: of one that is split besides, of a part.
+
+    Example:
+        >>> bytes_gathered(nn.Linear(3, 1).weight)
+        12
+    """
+    if not is_spread(parameter):
+        return parameter.nbytes
+    layout: Any = parameter
+    names, sizes = layout.device_mesh.mesh_dim_names or (), layout.device_mesh.shape
+    dims = zip(names, sizes, layout.placements, strict=False)
+    parts: int = prod(size for name, size, kind in dims if name not in DATA_DEGREES and hasattr(kind, "dim"))
+    return -(-parameter.nbytes // parts)

@@ -52,6 +52,27 @@ class Usage:
         self._seen = 0  # a checksum
         self._runs = [0] * len(self._places)
 
+    def after_forward(self, begins: Sequence[torch.Tensor]) -> None:
+        """Notes what a forward ran whose backward comes later.
+
+        Args:
+            begins: What backward begins with: the loss, or what goes on to other ranks.
+
+        Raises:
+            ModelError: In the first step, that ranks ran other units, or use other parameters.
+        """
+        if not self._compares:
+            return
+        self._note_runs()
+        if self._looks_ahead:
+            here = set().union(*map(_leaves, begins))
+            self._require_alike([id(getattr(held, "_unsharded_param", None)) in here for held in self._trained])
+
+    def after_backward(self) -> None:
+        """Notes which gradients a backward reduced."""
+        if self._compares and not self._mixed:
+            self._see(array("l", map(_times_reduced, self._trained)))
+
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
         """Stands around forward and backward of a micro-batch."""
@@ -62,8 +83,7 @@ class Usage:
             self._outputs.clear()
             for hook in hooks:
                 hook.remove()
-        if self._compares and not self._mixed:
-            self._see(array("l", map(_times_reduced, self._trained)))
+        self.after_backward()
 
     def _record(self, unit: nn.Module) -> Any:
         def keep(module: nn.Module, _: Any, output: Any) -> None:
@@ -84,10 +104,7 @@ class Usage:
         """
         if not self._compares:
             return loss
-        ran = [self._places[id(group)] for group in self._sharding.ran()]
-        self._see(array("l", ran))
-        for place in ran:
-            self._runs[place] += 1
+        self._note_runs()
         if not (self._mixed or self._looks_ahead):
             return loss
         here = _leaves(loss)
@@ -99,6 +116,12 @@ class Usage:
         left_out = self._without(here, {id(held) for held in lacking})
         self._outputs.clear()
         return _Tied.apply(loss, *left_out) if left_out else loss  # type: ignore[no-untyped-call]
+
+    def _note_runs(self) -> None:
+        ran = [self._places[id(group)] for group in self._sharding.ran()]
+        self._see(array("l", ran))
+        for place in ran:
+            self._runs[place] += 1
 
     def _require_alike(self, mine: Sequence[int]) -> list[int]:
         """Returns which parameters are used on some rank, where that is allowed."""

@@ -6,17 +6,23 @@ later, where an operator takes random numbers, where backward runs twice, and wh
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from paraflow.errors import ModelError
 from paraflow.recompute.operations import Keeps, is_collective, is_never_run_again, may_be_kept, written_by
 from paraflow.recompute.sharding import is_of_sharding
+
+_BETWEEN = ("torch/_dynamo/eval_frame.py", "torch/_compile.py")
+"""Torch's frames between whoever calls an operator and a dispatch mode."""
 
 Call = tuple[Any, int]
 """An operator and the place of its call."""
@@ -91,6 +97,8 @@ class Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _is_wrapped(types):
             return NotImplemented  # its parts come here next
+        if self._just_written and _arrives(func):
+            return func(*args, **(kwargs or {}))
         self._settle()
         kwargs = kwargs or {}
         if is_collective(func) and is_of_sharding():
@@ -142,6 +150,15 @@ class Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _copy_before_write(self, tensor: torch.Tensor) -> None:
         for value in self._by_storage.pop(tensor.untyped_storage()._cdata, ()):
             value.copy_before_write()
+
+
+def _arrives(operator: Any) -> bool:
+    """Whether a collective's result is put in its place as it is waited for: gloo's reduce-scatter does that."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.endswith(_BETWEEN):
+        frame = frame.f_back
+    inside = frame is not None and frame.f_code.co_filename == dist.distributed_c10d.__file__
+    return inside and not is_collective(operator)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from paraflow.waiting import waited_for
+
 _PACKAGE = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), "<frozen")
@@ -62,6 +64,9 @@ def position(rank: int, step: int, seconds: float, thread: int, *, held: bool = 
     line = line_of(thread)
     if held:
         return Position(rank, step, seconds, line, "the agreement on where to stop", "agreement")
+    message = waited_for(thread)
+    if message is not None:
+        return Position(rank, step, seconds, line, message, f"messages to rank {rank}")
     entry = pending_collective()
     if entry is None:
         return Position(rank, step, seconds, line, None)

@@ -48,7 +48,8 @@ def assert_activations_spared(pair: Pair, outcome: Outcome) -> None:
     if "compile" in pair.fields:
         return  # what a compiled block does cannot be counted from outside
     kind = pair.fields.get("activation_checkpointing")
-    once = CASES[pair.run].blocks * pair.fields.get("accumulate", 1)
+    stages = pair.fields.get("pp", 1)  # each block is run by one of them
+    once = CASES[pair.run].blocks * pair.fields.get("accumulate", 1) * pair.ranks // stages
     again, copies = outcome.spared["blocks"] - once, outcome.spared["copies"]
     assert (again > 0, copies > 0) == (kind not in (None, "offload"), kind == "offload"), (again, copies)
 

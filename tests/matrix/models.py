@@ -1,4 +1,4 @@
-"""Tiny models with repeated blocks, whose sizes four ranks do not divide, and their data."""
+"""Tiny models with repeated blocks, most of whose sizes four ranks do not divide, and their data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,27 @@ from torch.nn import functional
 import paraflow as pf
 
 IGNORED = -100
-WIDTH, CLASSES, TOKENS = 7, 5, 6
+WIDTH, TOKENS = 7, 8
+VOCABULARY = 1_003  # tokens, and classes: so many that they are divided
+DRAWN = (1, 250, 502, 770, 1_001)  # the classes there are samples of
+
+
+class Attention(nn.Module):
+    """Four heads, two of which share keys and values."""
+
+    head_dim = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.out = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        self.key, self.value = nn.Linear(WIDTH, 6), nn.Linear(WIDTH, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = [
+            layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        ]
+        heads = functional.scaled_dot_product_attention(*parts, enable_gqa=True)
+        return self.out(heads.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -21,25 +41,29 @@ class Block(nn.Module):
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
+        self.before, self.norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = Attention()
         self.up, self.down = nn.Linear(WIDTH, 10), nn.Linear(10, WIDTH)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling():
             Block.runs += 1
+        x = x + self.attention(self.before(x))
         return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
 
 
 class Classes(pf.Model):
-    """Three blocks between a stem and a head."""
+    """Three blocks between a stem and a head, which looks at the mean over a sequence."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.stem = nn.Linear(6, WIDTH)
         self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
-        self.head = nn.Linear(WIDTH, CLASSES)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        with torch.no_grad():
+            self.head.bias.fill_(-4.0)[list(DRAWN)] = 0.0  # so that some samples are classified rightly
         # A large epsilon: where a gradient is next to nothing, Adam would divide one rounding by another.
         self.configure(optimizer="adamw", lr=1e-2, eps=1e-4, loss="cross_entropy", metrics=["accuracy"])
 
@@ -47,7 +71,7 @@ class Classes(pf.Model):
         x = self.stem(x)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return self.head(x.mean(1))
 
 
 class Words(pf.Model):
@@ -56,9 +80,9 @@ class Words(pf.Model):
     def __init__(self, tied: bool) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.table = nn.Embedding(11, WIDTH)
+        self.table = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:
             self.head.weight = self.table.weight
         self.configure(optimizer="adamw", lr=1e-2, eps=1e-4)
@@ -86,14 +110,15 @@ def frozen() -> Classes:
 
 def rows(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
-    return torch.randn(count, 6, generator=generator), torch.randint(0, CLASSES, (count,), generator=generator)
+    x = torch.randn(count, TOKENS, 6, generator=generator)
+    return x, torch.tensor(DRAWN)[torch.randint(0, len(DRAWN), (count,), generator=generator)]
 
 
 def words(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of six tokens, of which some have all targets masked and some none."""
+    """Rows of eight tokens, of which some have all targets masked and some none."""
     generator = torch.Generator().manual_seed(3)
-    x = torch.randint(0, 11, (count, TOKENS), generator=generator)
-    y = torch.randint(0, 11, (count, TOKENS), generator=generator)
+    x = torch.randint(0, VOCABULARY, (count, TOKENS), generator=generator)
+    y = torch.randint(0, VOCABULARY, (count, TOKENS), generator=generator)
     lengths = torch.randint(0, TOKENS + 1, (count,), generator=generator)
     lengths[::7] = 0
     y[torch.arange(TOKENS)[None, :] >= lengths[:, None]] = IGNORED

@@ -8,26 +8,39 @@ from typing import Any
 
 import torch
 
-from paraflow.parts import box_of, local, map_values
+from paraflow.parts import Elsewhere, boxes_of, local, map_values
 
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's part of a tensor, and where it lies in the whole."""
+    """This rank's part of a tensor, and the boxes that it is of the whole; None is held by another stage."""
 
-    held: torch.Tensor
-    box: tuple[tuple[int, int], ...]
+    held: torch.Tensor | None
+    boxes: tuple[Any, ...]
     shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def pieces_of(state: Any) -> Any:
     """Returns a state with a piece for each tensor of it."""
-    return map_values(state, lambda value: _piece(value) if isinstance(value, torch.Tensor) else value)
+    return map_values(state, _piece)
 
 
-def _piece(tensor: torch.Tensor) -> Piece:
-    box = tuple((part.start, part.stop) for part in box_of(tensor))
-    return Piece(local(tensor).detach().cpu().clone(), box, tuple(tensor.shape))
+def _piece(value: Any) -> Any:
+    if isinstance(value, Elsewhere):
+        return Piece(None, (), value.shape, value.dtype)
+    if not isinstance(value, torch.Tensor):
+        return value
+    boxes = tuple((_edges(inside), _edges(outside)) for inside, outside in boxes_of(value))
+    return Piece(local(value).detach().cpu().clone(), boxes, tuple(value.shape), value.dtype)
+
+
+def _edges(box: Sequence[slice]) -> tuple[tuple[int, int], ...]:
+    return tuple((part.start, part.stop) for part in box)
+
+
+def _slices(edges: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
+    return tuple(slice(*ends) for ends in edges)
 
 
 def joined(states: Sequence[Any]) -> Any:
@@ -39,11 +52,13 @@ def joined(states: Sequence[Any]) -> Any:
     if not isinstance(first, Piece):
         assert all(state == first for state in states)
         return first
-    tensor = torch.empty(first.shape, dtype=first.held.dtype)
+    assert all((piece.shape, piece.dtype) == (first.shape, first.dtype) for piece in states)
+    tensor = torch.empty(first.shape, dtype=first.dtype)
     there = torch.zeros(first.shape, dtype=torch.bool)
     for piece in states:
-        place = tuple(slice(*edges) for edges in piece.box)
-        assert torch.equal(tensor[place][there[place]], piece.held[there[place]]), "replicas differ"
-        tensor[place], there[place] = piece.held, True
+        for inside, outside in piece.boxes:
+            place, held = _slices(outside), piece.held[_slices(inside)]
+            assert torch.equal(tensor[place][there[place]], held[there[place]]), "replicas differ"
+            tensor[place], there[place] = held, True
     assert bool(there.all()), "no rank holds a part of it"
     return tensor

@@ -41,7 +41,8 @@ class Outcome:
     Attributes:
         losses, norms: Of each step, with what the whole batch has.
         metrics: Of each epoch, and of evaluation by name.
-        spared: In the last step, how often ``blocks`` have run, and the ``copies`` of activations to the host.
+        spared: In the last step, how often ``blocks`` have run, and the ``copies`` of activations to the host; of a
+            whole outcome on all ranks together.
         begun: What `state` was before the first step, after a checkpoint was taken up.
         state: Parameters with buffers, the optimizer's state by parameter name, averages and predictions: of each
             tensor what this rank holds (`tests.matrix.pieces`), until they are `whole`.
@@ -61,7 +62,8 @@ def whole(outcomes: Sequence[Outcome]) -> Outcome:
     for other in outcomes[1:]:
         assert (other.losses, other.norms, other.metrics) == (first.losses, first.norms, first.metrics)
     state, begun = (joined([getattr(outcome, name) for outcome in outcomes]) for name in ("state", "begun"))
-    return Outcome(first.losses, first.norms, first.metrics, first.spared, begun, state)
+    spared = {name: sum(outcome.spared[name] for outcome in outcomes) for name in first.spared}
+    return Outcome(first.losses, first.norms, first.metrics, spared, begun, state)
 
 
 class Recorder(pf.Callback):

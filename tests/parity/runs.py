@@ -9,7 +9,7 @@ import torch
 
 import paraflow as pf
 from paraflow.data.order import shuffled
-from paraflow.parts import whole
+from paraflow.parts import Elsewhere, whole
 from tests.parity.tasks import CASES
 
 EPOCHS = 2
@@ -43,8 +43,20 @@ def by_trainer(name: str, count: int, batch_size: int, **plan: Any) -> Measured:
         max_epochs=EPOCHS, seed=5, progress=False, callbacks=[recorder], **{"clip_norm": float("inf"), **plan}
     )
     history = trainer.fit(model, data, data, batch_size=batch_size)
-    parameters = {key: whole(value).detach().clone() for key, value in trainer.engine.state_dict()["model"].items()}
-    return Measured(recorder.losses, recorder.norms, parameters, history.history)
+    return Measured(recorder.losses, recorder.norms, whole_parameters(trainer), history.history)
+
+
+def whole_parameters(trainer: pf.Trainer) -> dict[str, torch.Tensor]:
+    """Returns the whole model's tensors by name; stages that hold the same must hold it bit by bit."""
+    state = trainer.engine.state_dict()["model"]
+    own = {k: whole(value).detach().clone() for k, value in state.items() if not isinstance(value, Elsewhere)}
+    if trainer.engine.mesh.degree("pp") == 1:
+        return own
+    parts: list[Any] = [None] * trainer.engine.mesh.world_size
+    torch.distributed.all_gather_object(parts, own)
+    joined = {name: value for part in parts for name, value in part.items()}
+    assert all(torch.equal(value, joined[name]) for part in parts for name, value in part.items())
+    return {name: joined[name] for name in state}
 
 
 def by_hand(name: str, count: int, batch_size: int, clip_norm: float = float("inf")) -> Measured:

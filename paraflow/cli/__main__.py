@@ -1,0 +1,5 @@
+"""`python -m paraflow.cli`."""
+
+from paraflow.cli import main
+
+main()
