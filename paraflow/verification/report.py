@@ -43,6 +43,7 @@ class Verification:
             makes large steps of it, in any direction, and they are not compared with the bound.
         bound: What the differences are compared with.
         without_dropout: Whether dropout was switched off, since other ranks draw other numbers.
+        draws: Whether a step draws random numbers all the same: then the two trainings cannot be the same.
         note: What else is to be known, or "".
 
     Example:
@@ -58,6 +59,7 @@ class Verification:
     noise: Sequence[str] = ()
     bound: float = BOUNDS["fp32"]
     without_dropout: bool = False
+    draws: bool = False
     note: str = ""
 
     @property
@@ -102,6 +104,11 @@ class Verification:
             lines.append(f"  Not compared, since their gradient is only rounding: {', '.join(self.noise[:3])}{more}.")
         if self.without_dropout:
             lines.append("  Dropout was switched off: other ranks draw other numbers.")
+        if self.draws:
+            lines.append(
+                "  A step draws random numbers beside dropout (noise, masks, a permutation). Other ranks draw others, "
+                "so differences say nothing: switch that off to compare."
+            )
         if self.note:
             lines.append(f"  {self.note}")
         return "\n".join(lines)
@@ -124,7 +131,7 @@ def _largest(mine: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def _relative(one: float, other: float) -> float:
-    if one == other or (math.isnan(one) and math.isnan(other)):
+    if one == other:
         return 0.0
     return abs(one - other) / max(abs(other), 1e-12)
 

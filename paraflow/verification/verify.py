@@ -10,11 +10,13 @@ from __future__ import annotations
 import copy
 import json
 import math
+import random
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -36,22 +38,28 @@ _ROUNDING = 1e-5
 
 
 class _Recorder(Callback):
-    """Notes the loss and the gradient norm of each step, and how large gradients become."""
+    """Notes the loss and the gradient norm of each step, how large gradients become, and whether a step draws."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.norms: list[float] = []
-        self.gradients: dict[str, float] = {}
+        self.gradients: dict[str, torch.Tensor] = {}
+        self.draws = False
+
+    def on_step_begin(self, trainer: Trainer, logs: dict[str, Any]) -> None:
+        """Notes where the generators are."""
+        self._generators = _generators()
 
     def on_before_optimizer_step(self, trainer: Trainer, logs: dict[str, Any]) -> None:
-        """Notes the largest gradient of each parameter that this rank holds whole."""
+        """Notes how large each gradient is, of the parameters that this rank holds whole."""
+        self.draws |= _generators() != self._generators
         for name, parameter in trainer.engine.module.named_parameters():
             if parameter.grad is not None and not is_spread(parameter):
-                largest = float(parameter.grad.abs().max()) if parameter.numel() else 0.0
-                self.gradients[name] = max(self.gradients.get(name, 0.0), largest)
+                size = parameter.grad.detach().abs()
+                self.gradients[name] = torch.maximum(self.gradients[name], size) if name in self.gradients else size
 
     def on_step_end(self, trainer: Trainer, logs: dict[str, Any]) -> None:
-        """Notes them."""
+        """Notes loss and norm."""
         self.losses.append(logs["loss"])
         if "grad_norm" in logs:
             self.norms.append(logs["grad_norm"])
@@ -60,6 +68,12 @@ class _Recorder(Callback):
     def measured(self) -> Measured:
         """What was noted."""
         return Measured(self.losses, self.norms)
+
+
+def _generators() -> tuple[Any, ...]:
+    """The states of the generators that a step may draw from."""
+    kept = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
+    return (*(bytes(state.tolist()) for state in kept), random.getstate(), repr(np.random.get_state(legacy=False)))
 
 
 def verify(
@@ -89,7 +103,7 @@ def verify(
         task = _Task(trainer, data, steps, batch_size)
         mine = task.train(planned, _measuring(trainer.request))
         engine = mine.engine
-        text = _alone(task, engine, reference)
+        text, significant = _alone(task, engine, reference)
     said = json.loads(engine.mesh.gather_texts(text)[0])
     if "failure" in said:
         raise ParaflowError(f"The training on one process, to compare with, raised on rank 0: {said['failure']}")
@@ -97,10 +111,11 @@ def verify(
         plan=str(engine.plan if trainer.request.fields().get("clip_norm") else engine.plan.with_fields(clip_norm=None)),
         planned=mine.recorder.measured,
         alone=Measured(said["losses"], said["norms"] if mine.recorder.norms else []),
-        parameters=_compared(engine, dict(reference.named_parameters()), before),
+        parameters=_compared(engine, dict(reference.named_parameters()), before, significant),
         noise=tuple(said["noise"]),
         bound=_bound(engine),
         without_dropout=mode.seen,
+        draws=said["draws"],
         note=_note(engine),
     )
 
@@ -139,25 +154,43 @@ class _Task:
         return _Trained(trainer.engine, recorder)
 
 
-def _alone(task: _Task, engine: Engine, model: nn.Module) -> str:
-    """Trains on rank 0 as if there were no other; returns what was measured, or why it failed, as JSON."""
+def _alone(task: _Task, engine: Engine, model: nn.Module) -> tuple[str, dict[str, torch.Tensor]]:
+    """Trains on rank 0 as if there were no other.
+
+    Returns:
+        What was measured, or why it failed, as JSON; and which elements of each parameter have a gradient that is more
+        than rounding.
+    """
     if engine.mesh.rank != 0:
-        return "{}"
+        return "{}", {}
     try:
         with alone():
             done = task.train(model, _of_one_device(engine, task.trainer.request))
     except Exception as error:
         traceback.print_exc()
-        return json.dumps({"failure": f"{type(error).__name__}: {error}"})
+        return json.dumps({"failure": f"{type(error).__name__}: {error}"}), {}
     model.to("cpu")
     recorder = done.recorder
-    return json.dumps({"losses": recorder.losses, "norms": recorder.norms, "noise": _noise(recorder)})
+    significant = _significant(recorder.gradients)
+    noise = [name for name, elements in significant.items() if elements.numel() and not elements.any()]
+    said = {"losses": recorder.losses, "norms": recorder.norms, "noise": noise, "draws": recorder.draws}
+    return json.dumps(said), significant
 
 
-def _noise(recorder: _Recorder) -> list[str]:
-    """The parameters whose gradients are nothing but rounding, which Adam would take for large ones."""
-    largest = max(recorder.gradients.values(), default=0.0)
-    return [name for name, size in recorder.gradients.items() if 0 < size < _ROUNDING * largest]
+def _significant(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Which elements have a gradient that is more than rounding beside those of their layer.
+
+    Adam divides by a gradient's size, so it makes as large a step of rounding as of anything: the biases of attention's
+    keys, whose gradient is zero, go anywhere. Elements whose gradient is exactly zero count: they do not move.
+    """
+    layers: dict[str, float] = {}
+    for name, size in gradients.items():
+        layer = name.rpartition(".")[0]
+        layers[layer] = max(layers.get(layer, 0.0), float(size.max()) if size.numel() else 0.0)
+    return {
+        name: ((size == 0) | (size > _ROUNDING * layers[name.rpartition(".")[0]])).cpu()
+        for name, size in gradients.items()
+    }
 
 
 def _measuring(request: Request) -> Request:
@@ -177,39 +210,50 @@ def _of_one_device(engine: Engine, request: Request) -> Request:
 
 
 def _compared(
-    engine: Engine, expected: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]
+    engine: Engine,
+    expected: Mapping[str, torch.Tensor],
+    before: Mapping[str, torch.Tensor],
+    significant: Mapping[str, torch.Tensor],
 ) -> dict[str, float]:
-    """How far each parameter is from rank 0's, as a share of the way that it has come: a collective."""
+    """How far each parameter is from rank 0's, as a share of the way that it has come: a collective.
+
+    One that no rank holds is infinitely far.
+    """
     state = engine.model_state()
     mine: dict[str, tuple[float, float]] = {}
-    for name in sorted(name for name in expected if name in engine.shapes):
-        value = state[name]
+    for name in sorted(expected):
         after = _from_first(engine.mesh, expected[name])
-        if isinstance(value, torch.Tensor):
-            mine[name] = _apart(value, after, before.get(name))
-    apart: dict[str, float] = {}
-    way: dict[str, float] = {}
+        counts = significant.get(name, torch.ones(expected[name].shape, dtype=torch.bool))
+        counts = _from_first(engine.mesh, counts.to(torch.uint8))
+        if isinstance(state.get(name), torch.Tensor):
+            mine[name] = _apart(state[name], after, before.get(name), counts)
+    apart, way = dict.fromkeys(expected, 0.0), dict.fromkeys(expected, 0.0)
+    held: set[str] = set()
     for text in engine.mesh.gather_texts(json.dumps(mine)):
         for name, (difference, distance) in json.loads(text).items():
-            apart[name] = apart.get(name, 0.0) + difference
-            way[name] = way.get(name, 0.0) + distance
-    return {name: math.sqrt(apart[name] / way[name]) if way[name] else math.sqrt(apart[name]) for name in apart}
+            held.add(name)
+            apart[name] += difference
+            way[name] += distance
+    shares = {name: math.sqrt(apart[name] / way[name]) if way[name] else math.sqrt(apart[name]) for name in apart}
+    return {name: share if name in held else math.inf for name, share in shares.items()}
 
 
 def _from_first(mesh: Mesh, expected: torch.Tensor) -> torch.Tensor:
-    """Rank 0's value of a parameter, on every rank, on the host."""
+    """Rank 0's value of a tensor, on every rank, on the host."""
     if mesh.world_size == 1:
         return expected.detach().cpu()
     mine = expected.detach() if mesh.rank == 0 else torch.empty(expected.shape, dtype=expected.dtype)
     return mesh.broadcast_tensor(mine.to(mesh.device)).cpu()
 
 
-def _apart(value: torch.Tensor, expected: torch.Tensor, before: torch.Tensor | None) -> tuple[float, float]:
+def _apart(
+    value: torch.Tensor, expected: torch.Tensor, before: torch.Tensor | None, counts: torch.Tensor
+) -> tuple[float, float]:
     """The squared differences of what this rank holds, summed, and the squared way that it has come."""
     held = local(value.detach()).cpu().double()
-    after = _same_part(expected, value)
+    after, counted = _same_part(expected, value), _same_part(counts, value)
     started = torch.zeros_like(after) if before is None else _same_part(before, value)
-    return float(((held - after) ** 2).sum()), float(((after - started) ** 2).sum())
+    return float((counted * (held - after) ** 2).sum()), float((counted * (after - started) ** 2).sum())
 
 
 def _same_part(whole: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

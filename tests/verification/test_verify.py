@@ -141,6 +141,47 @@ def test_noise_is_not_compared_and_nan_is_the_worst() -> None:
     assert not broken.agrees
 
 
+def test_two_trainings_without_a_number_do_not_agree() -> None:
+    nothing = Measured([float("nan")])
+    assert not Verification("tp=2", nothing, nothing, {"weight": 0.0}).agrees
+
+
+class Noisy(Net):
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        return nn.functional.cross_entropy(self(x + x[torch.randperm(len(x))]), y)
+
+
+def test_a_step_that_draws_is_told() -> None:
+    found = pf.Trainer(max_steps=1, progress=False, accumulate=2).verify(Noisy(), rows(), steps=2, batch_size=8)
+    assert not found.agrees
+    assert "A step draws random numbers beside dropout" in str(found)
+
+
+class Attending(pf.Model):
+    """Queries and keys from one layer, whose biases of keys have a gradient of nothing but rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.project = nn.Linear(8, 24)
+        self.head = nn.Linear(8, 3)
+        self.configure(optimizer="adamw", lr=1e-2, loss="cross_entropy")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.project(x.view(len(x), 3, 8)).split(8, dim=-1)
+        return self.head(nn.functional.scaled_dot_product_attention(query, key, value).mean(1))
+
+
+def test_elements_whose_gradient_is_rounding_do_not_count() -> None:
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(24, 24, generator=generator), torch.randint(0, 3, (24,), generator=generator)
+    trainer = pf.Trainer(max_steps=1, progress=False, accumulate=4)
+    model = Attending()
+    found = trainer.verify(model, data, steps=3, batch_size=8)
+    assert found.agrees, str(found)
+
+
 def test_attention_drops_nothing_while_it_is_verified() -> None:
     from paraflow.verification.dropout import without_dropout
 
