@@ -36,12 +36,16 @@ def at_first_fit(script: str | Path, arguments: Sequence[str], instead: Instead[
 
     Raises:
         LaunchError: There is no such script, or it ended without a fit.
+        Exception: What was done instead raised it.
     """
     if not Path(script).is_file():
         raise LaunchError(f"There is no script {str(script)!r}.")
     results: list[Result] = []
-    with _arguments_of(script, arguments), _in_place_of_fit(instead, results), suppress(_Done, SystemExit):
+    errors: list[Exception] = []
+    with _arguments_of(script, arguments), _in_place_of_fit(instead, results, errors), suppress(_Done, SystemExit):
         runpy.run_path(str(script), run_name="__main__")
+    if errors:
+        raise errors[0]
     if not results:
         raise LaunchError(f"{script} ended without a call of Trainer.fit, so there is nothing to explain or verify.")
     return results[0]
@@ -59,13 +63,16 @@ def _arguments_of(script: str | Path, arguments: Sequence[str]) -> Iterator[None
 
 
 @contextmanager
-def _in_place_of_fit(instead: Instead[Result], results: list[Result]) -> Iterator[None]:
+def _in_place_of_fit(instead: Instead[Result], results: list[Result], errors: list[Exception]) -> Iterator[None]:
     fit = Trainer.fit
 
     def replaced(trainer: Trainer, model: nn.Module, train: Any, *args: Any, **kwargs: Any) -> Any:
         batch_size = kwargs.get("batch_size", args[1] if len(args) > 1 else None)
         Trainer.fit = fit  # type: ignore[method-assign]  # what is done instead may train
-        results.append(instead(trainer, model, train, batch_size))
+        try:
+            results.append(instead(trainer, model, train, batch_size))
+        except Exception as error:  # the script may catch it, and go on
+            errors.append(error)
         raise _Done
 
     Trainer.fit = replaced  # type: ignore[assignment, method-assign]  # for as long as the script runs
