@@ -243,11 +243,15 @@ class Engine:
         return outputs
 
     @contextmanager
-    def around(self, index: int, count: int, part: Part = "both") -> Iterator[None]:
-        """The context that plugins put around a micro-batch, or its forward or backward (`Plugin.micro_batch`)."""
+    def around(self, index: int, count: int, part: Part = "both", last: bool | None = None) -> Iterator[None]:
+        """The context that plugins put around a micro-batch, or its forward or backward (`Plugin.micro_batch`).
+
+        ``last`` may be left out where a rank runs all of its layers for each micro-batch.
+        """
+        last = index == count - 1 if last is None else last
         with ExitStack() as stack:
             for plugin in self._contexts:
-                context: AbstractContextManager[Any] = plugin.micro_batch(index, count, part)
+                context: AbstractContextManager[Any] = plugin.micro_batch(index, count, part, last)
                 stack.enter_context(context)
             yield
 

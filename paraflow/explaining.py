@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ from paraflow.first_fit import at_first_fit
 from paraflow.launch.environment import world_size
 from paraflow.mesh import choose_device
 from paraflow.models.task import Task
+from paraflow.moves import Move, Traffic
 from paraflow.plan import Plan
 from paraflow.plan_memory import as_text
 from paraflow.resolve import THE_SCOPES, Request, Resolved, resolve
-from paraflow.task_graph import Move, Node, TaskGraph, Traffic, task_graph, traffic_of
+from paraflow.task_graph import Node, TaskGraph, task_graph, traffic_of
 from paraflow.trainer import Trainer
 
 _WIDTH = 120
@@ -83,8 +84,9 @@ def _as_rank_0_of(ranks: int) -> Iterator[None]:
 
 
 _DETAILS = {
-    "pipeline": ("stages", "schedule", "chunks"),
-    "split": ("modules", "plan"),
+    "fsdp": ("zero", "reduce", "reshard_after_forward", "gather_dtype"),
+    "pipeline": ("stages", "schedule", "chunks", "costs", "reshard"),
+    "split": ("modules", "plan", "degree"),
     "tensor_parallel": ("modules", "plan"),
 }
 """What of a plugin says how a model is laid out."""
@@ -110,11 +112,16 @@ def _traffic(task: Task, plan: Plan, source: Source) -> dict[str, Traffic]:
     rows = -(-source.batch_size // (plan.data_ranks * plan.accumulate))
     try:
         real = sample(rows)
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad(), _computing_in(plan):
             batch = map_tensors(mode.from_tensor, real)
             return traffic_of(task.module, lambda: task.training_step(batch))
     except Exception:  # whatever a model does that needs values: its activations are then not known
         return {}
+
+
+def _computing_in(plan: Plan) -> AbstractContextManager[Any]:
+    """The precision of activations; fp16 has the same sizes as bf16, which the host computes in."""
+    return nullcontext() if plan.precision == "fp32" else torch.autocast("cpu", torch.bfloat16)
 
 
 def _in_words(model: nn.Module, request: Request, resolved: Resolved, graph: TaskGraph) -> str:

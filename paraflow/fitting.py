@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 from paraflow.data import Source
 from paraflow.data.batch import count_rows, map_tensors, to_device
 from paraflow.engine import Engine
-from paraflow.errors import DataError, ParaflowError
+from paraflow.errors import DataError, ParaflowError, PlanError
 from paraflow.mesh import Mesh
 from paraflow.models.task import Task
 from paraflow.planner import Choice, Footprint, choose_accumulation
+from paraflow.plugins.base import Plugin
 from paraflow.plugins.precision import DTYPES
 from paraflow.profiler import activation_bytes, free_memory
 from paraflow.profiler.attempt import attempt
@@ -38,11 +40,25 @@ def build_engine(task: Task, request: Request, device: torch.device, batch_size:
         The engine, and what ``auto`` chose.
 
     Raises:
-        PlanError: The plan is refused, before any process group is started; what the model's scopes ask for included.
+        PlanError: The plan is refused, before any process group is started, what the model's scopes ask for included;
+            or the ranks were given different ones.
         ModelError: The model has nothing to train.
     """
     resolved = resolve(request.with_scopes(task.module, device), device, batch_size)
-    return Engine(task, Mesh(resolved.plan, device), resolved.plugins), resolved.choices
+    mesh = Mesh(resolved.plan, device)
+    _require_same_plugins(mesh, resolved.plugins)
+    return Engine(task, mesh, resolved.plugins), resolved.choices
+
+
+def _require_same_plugins(mesh: Mesh, plugins: Sequence[Plugin]) -> None:
+    """Each may have collectives of its own."""
+    names = mesh.gather_texts(", ".join(plugin.name for plugin in plugins))
+    other = next((rank for rank, given in enumerate(names) if given != names[0]), None)
+    if other is not None:
+        raise PlanError(
+            f"The ranks were given different plugins: rank 0 has {names[0] or 'none'}, and rank {other} has "
+            f"{names[other] or 'none'}. Give every rank the same."
+        )
 
 
 def require_same(engine: Engine, callbacks: int, source: Source) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import math
 import os
 import sys
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from paraflow.errors import DataError, PlanError
+from paraflow.folding import halves_of
 from paraflow.launch.ending import wait_for_gloo_threads
 from paraflow.launch.environment import local_rank, rank, world_size
 from paraflow.plan import DATA_DEGREES, DEGREES, Plan
@@ -83,21 +85,45 @@ class Mesh:
         self._devices: DeviceMesh | None = None
         if self.world_size > 1 or _shards(plan):
             _start_process_group(device, self.world_size)
+            self._require_one_plan()
             self._devices = _device_mesh(plan, device)
         self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self._folds: dict[str, DeviceMesh] = {}
         self.data_rank = self._place(DATA_DEGREES)
 
     def __repr__(self) -> str:
         degrees = " × ".join(f"{name} {self.degree(name)}" for name in DEGREES if self.degree(name) > 1)
         return f"Mesh({degrees or 'one rank'}, rank {self.rank} of {self.world_size}, {self.device})"
 
+    def _require_one_plan(self) -> None:
+        """Ranks that lay out different plans would wait for each other in groups that some of them never make."""
+        plans = self.gather_texts(json.dumps(self.plan.to_dict(), sort_keys=True, default=_kind))
+        other = next((rank for rank, plan in enumerate(plans) if plan != plans[0]), None)
+        if other is not None:
+            first, second = _differences(json.loads(plans[0]), json.loads(plans[other]))
+            raise PlanError(
+                f"The ranks were given different plans: rank 0 has {first}, and rank {other} has {second}. Give every "
+                "rank the same arguments, and build the same model on it. What auto, or auto_parallel(), chooses for "
+                "each rank's own device may differ between machines: write it out there."
+            )
+
     def degree(self, dim: str) -> int:
         """Returns the number of ranks along a mesh dimension."""
-        return int(getattr(self.plan, dim))
+        return self._folds[dim].size() if dim in self._folds else int(getattr(self.plan, dim))
 
     def coordinate(self, dim: str) -> int:
         """Returns this rank's place along a mesh dimension."""
-        return self._place((dim,))
+        return self._folds[dim].get_local_rank() if dim in self._folds else self._place((dim,))
+
+    def fold(self, dim: str, inner: int) -> None:
+        """Cuts the ranks along a dimension into groups of neighbours; every rank of the world must ask for the same.
+
+        There are two dimensions more then: of ``dp``, ``dp_inner`` (a group) and ``dp_outer`` (the same place in each).
+        """
+        if f"{dim}_inner" not in self._folds:
+            sizes = {name: self.degree(name) for name in DEGREES}
+            self._folds.update(halves_of(sizes, dim, inner, self.device.type))
+            self._groups.update({(half,): mesh.get_group() for half, mesh in self._folds.items()})
 
     def device_mesh(self, *dims: str) -> DeviceMesh:
         """Returns torch's device mesh over the given dimensions.
@@ -107,6 +133,8 @@ class Mesh:
         Raises:
             PlanError: One of them has no mesh.
         """
+        if len(dims) == 1 and dims[0] in self._folds:
+            return self._folds[dims[0]]
         known = () if self._devices is None else self._devices.mesh_dim_names or ()
         if self._devices is None or not set(dims) <= set(known):
             raise PlanError(f"There is no device mesh over {dims} in {self!r}.")
@@ -118,6 +146,8 @@ class Mesh:
         Raises:
             PlanError: None of the dimensions has more than one rank.
         """
+        if dims in self._groups:
+            return self._groups[dims]
         wide = tuple(dim for dim in DEGREES if dim in dims and self.degree(dim) > 1)
         if not wide or self._devices is None:
             raise PlanError(f"No group of ranks spans {dims or '()'} in {self!r}.")
@@ -298,6 +328,18 @@ class Mesh:
         for dim in dims:
             place = place * self.degree(dim) + coordinates[dim]
         return place
+
+
+def _kind(value: object) -> str:
+    """What stands for a value in the comparison of plans that is no plain data, and need not look alike everywhere."""
+    return type(value).__qualname__
+
+
+def _differences(first: dict[str, Any], second: dict[str, Any]) -> tuple[str, str]:
+    """What two plans say differently, each in words."""
+    names = [name for name in first if first[name] != second.get(name)]
+    said = [", ".join(f"{name}={plan.get(name)!r}" for name in names) for plan in (first, second)]
+    return said[0], said[1]
 
 
 def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:

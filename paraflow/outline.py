@@ -23,6 +23,7 @@ class Outline:
 
     Attributes:
         tensors: What stands for each tensor of the module's `state_dict`, by name and in its order.
+        units: The names of the modules that each run on one stage, whatever is around them.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
@@ -41,6 +42,7 @@ class Outline:
         self.tensors = {name: Elsewhere.like(tensor) for name, tensor in _saved(module).items()}
         firsts: dict[int, str] = {}
         named = [*module.named_parameters(remove_duplicate=False), *_saved(module).items()]
+        self.units: tuple[str, ...] = ()
         self._firsts = {name: firsts.setdefault(id(tensor), name) for name, tensor in named}
 
     @classmethod

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from paraflow.data import Division, Source
 from paraflow.engine import Engine
+from paraflow.outline import outline_of
 from paraflow.planner import Choice
 
 
@@ -16,7 +17,8 @@ def describe(engine: Engine, choices: Sequence[Choice], source: Source) -> list[
     total = sum(parameter.numel() for parameter in engine.module.parameters())
     frozen = f", {total - trained:,} of them frozen" if total != trained else ""
     ranks = f"{mesh.world_size} {mesh.device.type} rank{'s' if mesh.world_size > 1 else ''}"
-    lines = [f"[bold]{type(engine.module).__name__}[/bold]: {total:,} parameters{frozen}, on {ranks}"]
+    here = "" if outline_of(engine.module) is None else " in this rank's stages"
+    lines = [f"[bold]{type(engine.module).__name__}[/bold]: {total:,} parameters{here}{frozen}, on {ranks}"]
     lines += [f"  auto: {choice.field} = {choice.value}, because {choice.reason}" for choice in choices]
     said = {choice.field for choice in choices}
     lines += [

@@ -5,6 +5,7 @@
 | ``replica{}`` | data parallel: ``dp`` fills the world |
 | ``replica{split(n)}``, or ``split(n)`` around all | ``tp=n`` for the layers in the split |
 | ``replica{}``, or what no scope covers, beside ``split{}`` | these layers are split over the data ranks: `split` |
+| the same beside ``split(n)`` | over n data ranks that are neighbours, with as many replicas as that gives |
 | ``pipeline{stage, stage}`` | ``pp=2``; what no stage covers joins the stage before it, or the first |
 | ``pipeline{stage{split(n)}, stage}`` | ``pp=2, tp=n``: each stage takes n ranks; one without a split has n copies |
 | ``auto_parallel()`` | ``pp`` is the fewest stages of which each fits on a rank |
@@ -139,34 +140,61 @@ def _say_split(scopes: Scopes, world: int, said: Mapping[str, Any], options: dic
     if not splits:
         return
     data = world // math.prod(int(said.get(name, 1)) for name in DEGREES if name not in DATA_DEGREES)
-    for scope in splits:
-        if scope.devices not in (None, data):
-            raise PlanError(
-                f"split({scope.devices}) stands beside replicas in {scopes.model}, so its layers are split over all "
-                f"data ranks, of which there are {data}. Write split(), or start as many processes as make "
-                f"{scope.devices} data ranks."
-            )
-    if data > 1:
-        from paraflow.plugins.split import kinds_of
+    if data == 1:
+        return
+    from paraflow.plugins.split import kinds_of
 
-        options["split"] = {"modules": scopes.modules_in(splits)}
-        layout = _layout_by_dim(scopes, splits)
-        if layout:
-            options["split"]["plan"] = layout
-        kinds_of(scopes.modules[""], **options["split"])  # refuses what it cannot split
+    modules, layout = scopes.modules_in(splits), _layout_by_dim(scopes, splits)
+    kinds_of(scopes.modules[""], modules, layout)  # refuses what it cannot split
+    options["split"] = {"modules": modules, "plan": layout} if layout else {"modules": modules}
+    degrees = {scope.devices for scope in splits}
+    if degrees <= {None, data}:
+        return
+    degree = next((n for n in degrees if n is not None), data)
+    if len(degrees - {degree}) or data % degree or degree == 1:
+        raise PlanError(_uneven_splits(scopes, sorted({n or data for n in degrees}), data))
+    options["split"]["degree"] = degree
+
+
+def _uneven_splits(scopes: Scopes, degrees: list[int], data: int) -> str:
+    said = " and ".join(f"split({n})" for n in degrees)
+    fits = f"Start {degrees[0]}, {2 * degrees[0]} or {3 * degrees[0]} processes" if degrees[0] > 1 else "Write split()"
+    return (
+        f"{said} beside replicas in {scopes.model}: all splits there are over as many ranks, two or more, which divide "
+        f"the {data} data ranks. {fits}, or leave the number out: split() takes all data ranks."
+    )
 
 
 def _layout_by_dim(scopes: Scopes, splits: list[Scope]) -> dict[str, str]:
-    """How the linear layers are split in scopes that say along which dimension."""
+    """How the layers are split in scopes that say along which dimension."""
+    from paraflow.plugins.split import called_layers
+    from paraflow.tensor_parallel.layers import is_linear
+
+    called = {name for name, _ in called_layers(scopes.modules[""])}
     found: dict[str, str] = {}
     for name, scope in scopes.parameters.items():
         owner, _, leaf = name.rpartition(".")
-        around = None if scope is None else scope.inside("split")
-        if around in splits and around.dim is not None and leaf == "weight":
-            layer = scopes.modules[owner]
-            if isinstance(layer, nn.Linear):
-                found[owner] = ("colwise", "rowwise")[around.dim]
+        around, layer = None if scope is None else scope.inside("split"), scopes.modules[owner]
+        if around not in splits or around.dim is None or leaf != "weight":
+            continue
+        if is_linear(layer) and owner in called:
+            found[owner] = ("colwise", "rowwise")[around.dim]
+        elif (isinstance(layer, nn.Embedding) and around.dim == 1) or is_linear(layer):
+            raise PlanError(_not_by_dim(scopes, owner, around))
     return found
+
+
+def _not_by_dim(scopes: Scopes, name: str, scope: Scope) -> str:
+    layer = scopes.modules[name]
+    why = (
+        "embeddings are split by their rows"
+        if isinstance(layer, nn.Embedding)
+        else "what is around it reads its weight directly, so that it stays whole"
+    )
+    return (
+        f"split(dim={scope.dim}) in {scopes.model} stands around {name} ({type(layer).__name__}), and {why}. Write "
+        "split() around it, and split(dim=...) around linear layers only."
+    )
 
 
 def _layout_of_lone_layers(scopes: Scopes, modules: tuple[str, ...], said: dict[str, str]) -> dict[str, str]:
@@ -209,15 +237,14 @@ def _memory(device: torch.device) -> int:
 
 def _require_fitting(scopes: Scopes, world: int, fields: Mapping[str, Any]) -> None:
     needed = math.prod(int(fields.get(name, 1)) for name in DEGREES)
-    given = [scope.devices for scope in scopes.all("replica") if scope.devices is not None]
-    inner = int(fields.get("pp", 1)) * int(fields.get("tp", 1))
-    for devices in given:
-        if devices % inner:
+    inner = math.prod(int(fields.get(name, 1)) for name in ("pp", "cp", "tp"))
+    for scope in scopes.all("replica"):
+        if scope.devices not in (None, inner, inner * int(fields.get("fsdp", 1))):
             raise PlanError(
-                f"replica({devices}) in {scopes.model} holds scopes that take {inner} ranks, which does not divide "
-                f"{devices}. Write replica({inner}), or replica() for as many as they take."
+                f"replica({scope.devices}) in {scopes.model} holds what takes {inner} rank{'s' if inner > 1 else ''}, "
+                f"not {scope.devices}. Write replica(), or open in it what is to take {scope.devices}: a split(), or a "
+                "pipeline() of stages."
             )
-    needed = math.lcm(needed, *given)
     if world % needed:
         raise PlanError(_misfit(scopes, world, needed))
 

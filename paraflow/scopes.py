@@ -98,7 +98,8 @@ def replica(n: int | None = None) -> _GeneratorContextManager[Scope]:
     """Marks what is made inside as one replica of data parallelism: its gradients are averaged over all replicas.
 
     Args:
-        n: The ranks that one replica takes; None takes what the scopes inside need, or one.
+        n: The ranks that one replica takes: as many as the scopes inside need, which is refused otherwise. None counts
+            them; a split inside that says no number takes all n.
 
     Returns:
         A context manager, which a function that builds a module can be decorated with, too.

@@ -1,17 +1,22 @@
-"""The task graph of a model under a plan: which ranks hold which modules, and what moves between them in a step.
-
-Bytes are what one rank sends for one optimizer step, by the algorithms that send least: 2 (n - 1) / n of a tensor for
-an all-reduce over n ranks, half of that for a gather or a reduce-scatter. Nothing is measured.
-"""
+"""The task graph of a model under a plan: which ranks hold which modules, and what moves between them in a step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
+from paraflow.moves import (
+    Move,
+    Traffic,
+    moves_beside,
+    moves_between_stages,
+    moves_of_gradients,
+    moves_of_shards,
+    moves_of_split,
+)
 from paraflow.plan import Plan
 from paraflow.scope_tree import Scopes
 
@@ -42,41 +47,11 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Move:
-    """What ranks send each other in a step.
-
-    Attributes:
-        what: What it is.
-        between: Which ranks.
-        bytes: What one rank sends in a step; None where the sizes of activations are not known.
-    """
-
-    what: str
-    between: str
-    bytes: int | None
-
-
-@dataclass(frozen=True)
 class TaskGraph:
     """A model's nodes and what moves between their ranks."""
 
     nodes: tuple[Node, ...]
     moves: tuple[Move, ...]
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """The bytes of the tensors that go into and come out of a module, for one micro-batch of a rank.
-
-    Attributes:
-        into: Those of its first input.
-        out: Those of its first output.
-        rows: The size of the first dimension of its input.
-    """
-
-    into: int
-    out: int
-    rows: int
 
 
 def task_graph(model: nn.Module, plan: Plan, traffic: Mapping[str, Traffic]) -> TaskGraph:
@@ -91,50 +66,108 @@ def task_graph(model: nn.Module, plan: Plan, traffic: Mapping[str, Traffic]) -> 
         PlanError: The plan names modules that cannot be laid out so.
     """
     stages = _stages(model, plan)
-    split, beside = _split_layers(model, plan)
+    split, partial = _split_layers(model, plan)
+    beside = _layers_beside(model, plan)
     layouts = {**dict.fromkeys(split, _SPLIT), **dict.fromkeys(beside, _BESIDE)}
-    nodes = tuple(_nodes(model, plan, stages, layouts))
+    nodes = tuple(_nodes(model, plan, stages, layouts, {**split, **beside}))
     moves = [
-        *_gradients(nodes, plan),
-        *_shards(nodes, plan),
-        *_boundaries(stages, plan, traffic),
-        *_inside_splits(split, plan, traffic),
-        *_beside(beside, plan, traffic),
+        *_gradients(model, nodes, {**split, **beside}, stages, plan),
+        *moves_of_shards(max(sum(n.held for n in nodes if n.stage == node.stage) for node in nodes), plan),
+        *moves_between_stages(stages, plan, traffic),
     ]
+    for stage in range(max(1, len(stages))):
+        of_stage = {name: kind for name, kind in split.items() if _stage_of(f"{name}.", stages) == stage}
+        summed = [name for name in partial if _stage_of(name, stages) == stage]
+        count = sum(model.get_parameter(name).numel() for name in summed)
+        moves += [_in_stage(move, stage, plan) for move in moves_of_split(of_stage, count, plan, traffic)]
+    moves += moves_beside(beside, _ranks_beside(plan), plan, traffic)
     return TaskGraph(nodes, tuple(moves))
+
+
+def _in_stage(move: Move, stage: int, plan: Plan) -> Move:
+    return move if plan.pp == 1 else replace(move, between=f"{move.between} of stage {stage}")
+
+
+def _ranks_beside(plan: Plan) -> int:
+    """Over how many ranks layers beside replicas are split."""
+    return int(plan.options.get("split", {}).get("degree") or plan.dp)
 
 
 def _stages(model: nn.Module, plan: Plan) -> tuple[tuple[str, ...], ...]:
     """The names of the units of each stage, or nothing."""
     if plan.pp == 1:
         return ()
-    from paraflow.pipelining.cut import cut
+    from paraflow.pipelining.cut import cut, units_of
+    from paraflow.pipelining.glue import glue_time, weights_used_by_glue
 
-    options = plan.options.get("pipeline", {})
-    return cut(model, plan.pp * int(options.get("chunks", 1)), stages=options.get("stages")).names
-
-
-def _split_layers(model: nn.Module, plan: Plan) -> tuple[dict[str, str], dict[str, str]]:
-    """The layers that are split over the ranks of a replica, and over the data ranks: how, by name."""
-    split: dict[str, str] = {}
-    beside: dict[str, str] = {}
-    if plan.tp > 1:
-        from paraflow.tensor_parallel.layout import layout_of
-
-        options = plan.options.get("tensor_parallel", {})
-        layout = layout_of(model, options.get("plan"), options.get("modules"))
-        split = {name: layout.kinds[name] for name in layout.names if name in layout.kinds}
-        for attention in layout.attentions:
-            split.update(dict.fromkeys(attention.layers, "colwise"))
-            split[attention.out] = "rowwise"
-    if plan.dp > 1 and "split" in plan.options:
-        from paraflow.plugins.split import kinds_of
-
-        beside = dict(kinds_of(model, **plan.options["split"]))
-    return split, beside
+    said = plan.options.get("pipeline", {})
+    glue = glue_time(model, weights_used_by_glue(model, units_of(model)))
+    count = plan.pp * int(said.get("chunks", 1))
+    return cut(model, count, stages=said.get("stages"), costs=said.get("costs"), glue=glue).names
 
 
-def _nodes(model: nn.Module, plan: Plan, stages: Sequence[Sequence[str]], layouts: Mapping[str, str]) -> Iterable[Node]:
+def _split_layers(model: nn.Module, plan: Plan) -> tuple[dict[str, str], list[str]]:
+    """The layers that the ranks of a replica split, how, by name; and the parameters whose gradients are sums."""
+    if plan.tp == 1:
+        return {}, []
+    from paraflow.tensor_parallel.heads import share_of
+    from paraflow.tensor_parallel.layout import layout_of
+
+    options = plan.options.get("tensor_parallel", {})
+    layout = layout_of(model, options.get("plan"), options.get("modules"))
+    split: dict[str, str] = {name: layout.kinds[name] for name in layout.names if name in layout.kinds}
+    whole = [name for name, kind in layout.kinds.items() if kind == "partial"]
+    for attention in layout.attentions:
+        share = share_of(attention, plan.tp, 0)
+        divides = dict.fromkeys(attention.layers, share.divides_keys)
+        divides.update(dict.fromkeys((attention.query, attention.out), share.divides_queries))
+        for name, is_divided in divides.items():
+            by_rows = name == attention.out
+            kind = ("rowwise" if by_rows else "colwise") if is_divided else _selected(by_rows)
+            split[name] = kind
+        whole += [*attention.norms, *(name for name, is_divided in divides.items() if not is_divided)]
+    owned = [f"{name}.{key}" for name in whole for key, _ in model.get_submodule(name).named_parameters()]
+    return split, [n for n in owned if not (split.get(n.rpartition(".")[0]) == _selected(True) and n.endswith("bias"))]
+
+
+def _selected(by_rows: bool) -> str:
+    """What a layer is of which each rank has the whole, and uses the heads that are its own."""
+    return "selected_rows" if by_rows else "selected_columns"
+
+
+def _layers_beside(model: nn.Module, plan: Plan) -> dict[str, str]:
+    """The layers that are split over data ranks: how, by name."""
+    if plan.dp == 1 or "split" not in plan.options:
+        return {}
+    from paraflow.plugins.split import kinds_of
+
+    options = plan.options["split"]
+    return dict(kinds_of(model, options["modules"], options.get("plan")))
+
+
+def _held(model: nn.Module, name: str, kinds: Mapping[str, str], ranks: int) -> int:
+    """How much of a parameter the first rank of those that split layers holds: it has the most."""
+    from paraflow.tensor_parallel.layers import has_inputs_first
+    from paraflow.tensor_parallel.traffic import chunk_sizes
+
+    parameter = model.get_parameter(name)
+    owner, _, leaf = name.rpartition(".")
+    kind = kinds.get(owner)
+    if kind is None or kind.startswith("selected") or (kind == "rowwise" and leaf != "weight"):
+        return parameter.numel()
+    inputs_first = has_inputs_first(model.get_submodule(owner))
+    dim = int(leaf == "weight" and (kind == "rowwise") != inputs_first)
+    size = parameter.shape[dim]
+    return parameter.numel() // size * chunk_sizes(size, ranks)[0]
+
+
+def _nodes(
+    model: nn.Module,
+    plan: Plan,
+    stages: Sequence[Sequence[str]],
+    layouts: Mapping[str, str],
+    kinds: Mapping[str, str],
+) -> Iterable[Node]:
     marks = Scopes.of(model).parameters
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     keys = {name: (_stage_of(name, stages), _layout_of(name, layouts)) for name in sizes}
@@ -142,14 +175,15 @@ def _nodes(model: nn.Module, plan: Plan, stages: Sequence[Sequence[str]], layout
         stage, layout = key
         own = [name for name in sizes if keys[name] == key]
         count = sum(sizes[name] for name in own)
-        parts = {_WHOLE: 1, _SPLIT: plan.tp, _BESIDE: plan.dp}[layout] * plan.fsdp
+        ranks = {_WHOLE: 1, _SPLIT: plan.tp, _BESIDE: _ranks_beside(plan)}[layout]
+        held = sum(_held(model, name, kinds, ranks) for name in own)
         scope = next((str(mark) for name in own if (mark := marks[name]) is not None), None)
         yield Node(
             scope or layout,
             _largest(model, own, sizes),
             count,
             _ranks_of(plan, stage, len(stages)),
-            -(-count // parts),
+            -(-held // plan.fsdp),
             stage,
             layout,
         )
@@ -187,69 +221,21 @@ def _largest(model: nn.Module, own: Sequence[str], sizes: Mapping[str, int]) -> 
     return (*found, *rest)
 
 
-def _gradients(nodes: Sequence[Node], plan: Plan) -> Iterable[Move]:
-    if plan.dp == 1:
-        return
-    size = 4 if plan.comm_hook is None else 2
-    for stage in sorted({node.stage for node in nodes}):
-        held = sum(node.held for node in nodes if node.stage == stage and node.layout != _BESIDE)
-        if held:
-            where = f"{plan.dp} replicas" + (f" of stage {stage}" if plan.pp > 1 else "")
-            yield Move(f"gradients of {held:,} parameters, averaged", where, _all_reduce(held * size, plan.dp))
-
-
-def _shards(nodes: Sequence[Node], plan: Plan) -> Iterable[Move]:
-    if plan.fsdp == 1:
-        return
-    most = max(sum(n.held for n in nodes if n.stage == stage) for stage in {n.stage for n in nodes})
-    whole = most * plan.fsdp * 4
-    times = 2 * plan.accumulate if plan.zero == 3 else 1
-    ranks = f"{plan.fsdp} shards"
-    yield Move("parameters, gathered for forward and backward", ranks, times * _gather(whole, plan.fsdp))
-    yield Move("gradients, reduced and scattered", ranks, _gather(whole, plan.fsdp))
-
-
-def _boundaries(stages: Sequence[Sequence[str]], plan: Plan, traffic: Mapping[str, Traffic]) -> Iterable[Move]:
-    for place, units in enumerate(stages[:-1]):
-        last = traffic.get(units[-1])
-        size = None if last is None else 2 * last.out * plan.accumulate
-        between = f"stage {place} and stage {place + 1}"
-        yield Move(f"activations behind {units[-1]}, and their gradients", between, size)
-
-
-def _inside_splits(split: Mapping[str, str], plan: Plan, traffic: Mapping[str, Traffic]) -> Iterable[Move]:
-    leaving = [name for name, kind in split.items() if kind in ("rowwise", "colwise_joined", "vocabulary", "logits")]
-    if not leaving:
-        return
-    known = [traffic.get(name) for name in leaving]
-    sent = [
-        _all_reduce(t.out, plan.tp) + _all_reduce(t.into, plan.tp) for t in known if t is not None
-    ]  # forward behind the layer, backward in front of those that go with it
-    total = sum(sent) * plan.accumulate if len(sent) == len(leaving) else None
-    yield Move(f"activations around {len(leaving)} split layers, and their gradients", f"{plan.tp} parts", total)
-
-
-def _beside(beside: Mapping[str, str], plan: Plan, traffic: Mapping[str, Traffic]) -> Iterable[Move]:
-    ranks = f"{plan.dp} data ranks"
-    for name, kind in beside.items():
-        seen = traffic.get(name)
-        if kind in ("colwise", "colwise_joined", "logits"):
-            sent = None if seen is None else 2 * (plan.dp - 1) * seen.into * plan.accumulate
-            yield Move(f"inputs of {name}, gathered, and their gradients", ranks, sent)
-        if kind == "logits":
-            rows = None if seen is None else _all_reduce(seen.rows * plan.dp * 3 * 4, plan.dp) * plan.accumulate
-            yield Move(f"labels, maxima and sums of the rows of {name}", ranks, rows)
-        if kind in ("colwise_joined", "rowwise", "vocabulary"):
-            sent = None if seen is None else 2 * (plan.dp - 1) * seen.out * plan.accumulate
-            yield Move(f"outputs of {name}, each to the rank of its samples, and their gradients", ranks, sent)
-
-
-def _all_reduce(size: int, ranks: int) -> int:
-    return 2 * _gather(size, ranks)
-
-
-def _gather(size: int, ranks: int) -> int:
-    return size * (ranks - 1) // ranks
+def _gradients(
+    model: nn.Module, nodes: Sequence[Node], kinds: Mapping[str, str], stages: Sequence[Sequence[str]], plan: Plan
+) -> Iterable[Move]:
+    """The gradients that replicas average: of what is trained."""
+    held = dict.fromkeys(sorted({node.stage for node in nodes}), 0)
+    beside = 0
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        part = _held(model, name, kinds, _ranks_beside(plan))
+        if plan.tp == 1 and part < parameter.numel():
+            beside += part
+        else:
+            held[_stage_of(name, stages)] += -(-_held(model, name, kinds, plan.tp) // plan.fsdp)
+    return moves_of_gradients(held, beside, plan)
 
 
 def traffic_of(module: nn.Module, run: Any) -> dict[str, Traffic]:
@@ -262,13 +248,18 @@ def traffic_of(module: nn.Module, run: Any) -> dict[str, Traffic]:
     import torch
 
     found: dict[str, Traffic] = {}
+    sources: list[torch.Tensor] = []  # held on to, so that no other tensor is taken for one of them
 
     def note(name: str) -> Any:
         def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             into = _first(torch.Tensor, (args, kwargs))
             out = _first(torch.Tensor, output)
-            if name not in found and into is not None and out is not None:
-                found[name] = Traffic(into.nbytes, out.nbytes, into.shape[:-1].numel())
+            if name in found or into is None or out is None:
+                return
+            source = next((place for place, other in enumerate(sources) if other is into), len(sources))
+            sources.extend([into] if source == len(sources) else [])
+            rows = into.shape[:-1].numel()
+            found[name] = Traffic(into.nbytes, out.nbytes, rows, source, into.requires_grad)
 
         return hook
 

@@ -16,6 +16,8 @@ from torch import nn
 
 import paraflow as pf
 from paraflow.errors import ParaflowError
+from paraflow.pipelining.orders import SCHEDULES
+from paraflow.tensor_parallel.layout import KINDS
 from tests.pool import Pool, RankError
 
 GUIDE = Path(__file__).parents[1] / "docs" / "guide.md"
@@ -26,6 +28,8 @@ PRINTS = [
     r"\[\d.*\] \[0\.\d",
     r"5 20\ntorch.Size\(\[96\]\)",
     r"meta\n[\s\S]+ recompute [\s\S]+\nTrue",
+    r"True torch.Size\(\[256, 1000\]\)",
+    r"\) trains as one process does: 2 steps",
     r"stopped after (\d|[1-4]\d) epochs",
     "the same weights",
 ]
@@ -101,6 +105,54 @@ def fit_half() -> None:
     fit(pf.configure(Half(), loss="cross_entropy"))
 
 
+class Tied(nn.Module):
+    """Layers of which the last one's weight is used by code that does not show it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = dict(self.named_parameters())
+        return self.third(self.second(self.first(x)) @ weights["first.weight"])  # type: ignore[no-any-return]
+
+
+class Looking(nn.Sequential):
+    """Layers between which a value is looked at."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self[0](x)
+        return self[1](hidden * 2 if hidden.sum() > 0 else hidden)  # type: ignore[no-any-return]
+
+
+def share_out_few_heads() -> None:
+    from paraflow.tensor_parallel.derive import Attention
+    from paraflow.tensor_parallel.heads import share_of
+
+    share_of(Attention("attention", "q", "k", "v", "o", heads=2, kv_heads=2, head_dim=4), degree=3, rank=0)
+
+
+def cut_one_layer() -> None:
+    from paraflow.pipelining.cut import cut
+
+    cut(nn.Linear(3, 2), 2)
+
+
+def look_between_layers() -> None:
+    from paraflow.pipelining.replay import Replay
+
+    model = Looking(nn.Linear(3, 3), nn.Linear(3, 2))
+    Replay(model, [["0"], ["1"]]).trace(lambda: model(X))
+
+
+def scopes_on_three_ranks() -> None:
+    from paraflow.scope_plans import fields_of
+
+    with pf.replica(), pf.split(2):
+        model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    fields_of(model, 3, {}, torch.device("cpu"))
+
+
 REFUSALS: dict[str, Callable[[Path], Any]] = {
     "cannot be divided over": lambda folder: check_rules(),
     "is for 2 ranks, and the world has 1": lambda folder: fit(net(), dp=2),
@@ -112,15 +164,43 @@ REFUSALS: dict[str, Callable[[Path], Any]] = {
     "Nothing measures": lambda folder: fit(net(), callbacks=[pf.callbacks.Checkpoint(folder, monitor="mse")], epochs=2),
     "An iterator can be read only once": lambda folder: fit(net(), iter([(X, Y)]), epochs=2),
     "is of another model": load_another,
+    "ranks cannot share out": lambda folder: share_out_few_heads(),
+    "units to put in stages": lambda folder: cut_one_layer(),
+    "reads the values of a tensor that is not on every stage": lambda folder: look_between_layers(),
+    "of which a world of 3 is no multiple": lambda folder: scopes_on_three_ranks(),
 }
 
 
 OF_TWO_RANKS = "had no part in the loss of the first step"
+OF_A_LAYOUT: dict[str, Callable[[], Any]] = {
+    "is known to be splittable": lambda: fit(net(), tp=2),
+    "is used outside of its own module": lambda: fit_tied(),
+    "was called outside of a step": lambda: call_what_is_in_stages(),
+}
+
+
+def fit_tied() -> None:
+    fit(pf.configure(Tied(), loss="cross_entropy"), plugins=[pf.plugins.Pipeline(2, stages=["second"])])
+
+
+def call_what_is_in_stages() -> None:
+    model = pf.configure(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), loss="cross_entropy")
+    fit(model, pp=2)
+    model(X)
+
+
+def refused_on_two_ranks() -> list[str]:
+    said = []
+    for refused in OF_A_LAYOUT.values():
+        with pytest.raises(ParaflowError) as caught:
+            refused()
+        said.append(str(caught.value))
+    return said
 
 
 def test_every_message_that_is_explained_is_tested() -> None:
-    table = TEXT.split("## 11.")[1]
-    assert set(re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)) == {*REFUSALS, OF_TWO_RANKS}
+    table = TEXT.split("## 12.")[1]
+    assert set(re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)) == {*REFUSALS, OF_TWO_RANKS, *OF_A_LAYOUT}
 
 
 @pytest.mark.parametrize("message", REFUSALS)
@@ -132,6 +212,23 @@ def test_a_message_is_raised(message: str, tmp_path: Path) -> None:
 def test_a_message_of_two_ranks_is_raised(ranks: Pool) -> None:
     with pytest.raises(RankError, match=OF_TWO_RANKS):
         ranks(2, fit_half)
+
+
+def test_the_messages_of_layouts_are_raised(ranks: Pool) -> None:
+    for said in ranks(2, refused_on_two_ranks):
+        assert [message in text for message, text in zip(OF_A_LAYOUT, said, strict=True)] == [True] * 3, said
+
+
+def test_its_plugins_are_made_as_it_says() -> None:
+    section = TEXT.split("## 8.")[1].split("## 9.")[0]
+    calls = re.findall(r"^pf\.plugins\..*$", section, re.MULTILINE)
+    assert len(calls) == 7
+    for call in calls:
+        eval(call, {"pf": pf})
+    schedules = re.findall(r'^\| (`"[^|]+) \|', section, re.MULTILINE)
+    assert set(re.findall(r'"(\w+)"', " ".join(schedules))) == set(SCHEDULES)
+    kinds = re.findall(r"^\| (`[a-z_`, ]+) \| (?:each|rows|whole)", section, re.MULTILINE)
+    assert set(re.findall(r"\w+", " ".join(kinds))) == set(KINDS)
 
 
 def test_the_names_are_those_of_the_code() -> None:

@@ -59,16 +59,17 @@ def _is_first(image: Image, name: str, mesh: Mesh) -> bool:
     if place is not None and not place.writes:
         return False
     return all(
-        mesh.coordinate(dim) == 0 or (place is not None and _varies(dim, place.holders, mesh))
+        mesh.coordinate(dim) == 0 or (place is not None and _are_the_first(dim, place.holders, mesh))
         for dim in DEGREES
         if dim != _STAGES and mesh.degree(dim) > 1
     )
 
 
-def _varies(dim: str, ranks: Sequence[int], mesh: Mesh) -> bool:
-    """Whether some ranks are at different places along a dimension of the mesh."""
+def _are_the_first(dim: str, ranks: Sequence[int], mesh: Mesh) -> bool:
+    """Whether some ranks are at different places along a dimension of the mesh, and no others come before them."""
     stride = math.prod(mesh.degree(inner) for inner in DEGREES[DEGREES.index(dim) + 1 :])
-    return len({rank // stride % mesh.degree(dim) for rank in ranks}) > 1
+    places = {rank // stride % mesh.degree(dim) for rank in ranks}
+    return len(places) > 1 and 0 in places
 
 
 def _path_of(image: Image, name: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -47,19 +49,16 @@ def verify(
     """
     from paraflow.launch.elastic import LaunchOptions, launch
 
-    try:
-        status = launch(
-            LaunchOptions(
-                script="paraflow.verification",
-                module=True,
-                arguments=("--steps", str(steps), script, *(arguments or ())),
-                processes=processes,
-            )
-        )
-    except LaunchError as error:
-        typer.echo(f"paraflow verify: {error}", err=True)
-        raise typer.Exit(error.exit_code) from None
-    raise typer.Exit(status)
+    with TemporaryDirectory() as folder:
+        said = Path(folder, "status")
+        words = ("--steps", str(steps), "--status", str(said), script, *(arguments or ()))
+        options = LaunchOptions(script="paraflow.verification", module=True, arguments=words, processes=processes)
+        try:
+            status = launch(options)
+        except LaunchError as error:
+            typer.echo(f"paraflow verify: {error}", err=True)
+            raise typer.Exit(error.exit_code) from None
+        raise typer.Exit(status or int(said.read_text()))
 
 
 @main.command()

@@ -1,5 +1,6 @@
 """Collectives over many tensors at once."""
 
 from paraflow.collectives.buckets import add_up, average, broadcast
+from paraflow.collectives.overlapped import OverlappedAverage
 
-__all__ = ["add_up", "average", "broadcast"]
+__all__ = ["OverlappedAverage", "add_up", "average", "broadcast"]

@@ -20,7 +20,7 @@ def average(
         dtype: What is rounded to and summed in, where it is not the tensors' own.
     """
     ranks = dist.get_world_size(group)
-    for bucket in _buckets(tensors, bucket_bytes):
+    for bucket in buckets_of(tensors, bucket_bytes):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         flat = (flat if dtype is None else flat.to(dtype)).div_(ranks)
         dist.all_reduce(flat, group=group)
@@ -29,7 +29,7 @@ def average(
 
 def add_up(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int) -> None:
     """Replaces each tensor by its sum over a group's ranks, in place; every rank gives tensors of the same shapes."""
-    for bucket in _buckets(tensors, bucket_bytes):
+    for bucket in buckets_of(tensors, bucket_bytes):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         dist.all_reduce(flat, group=group)
         _unpack(flat, bucket)
@@ -40,14 +40,14 @@ def broadcast(
 ) -> None:
     """Gives every rank of a group the tensors of one of them, in place: of the first, or of the rank ``source``."""
     source = dist.get_global_rank(group, 0) if source is None else source
-    for bucket in _buckets(tensors, bucket_bytes):
+    for bucket in buckets_of(tensors, bucket_bytes):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
         dist.broadcast(flat, source, group=group)
         if source != dist.get_rank():
             _unpack(flat, bucket)
 
 
-def _buckets(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
+def buckets_of(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
     """Cuts a list of tensors into runs of one dtype and device, of about so many bytes each."""
     bucket: list[torch.Tensor] = []
     size = 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paraflow.plan import DEGREES, Plan
+from paraflow.plugins.base import Plugin
 from paraflow.plugins.registry import plugins_of
 
 
@@ -30,6 +31,11 @@ class Entry:
         return any(name in (*DEGREES, "ep") for name in self.fields)
 
     @property
+    def divides_layers(self) -> bool:
+        """Whether ranks compute a layer together, or have layers of their own."""
+        return not {"tp", "pp", "cp", "ep"}.isdisjoint(self.fields) or "split" in self.options
+
+    @property
     def options(self) -> Mapping[str, Any]:
         """The options of plugins among the fields."""
         options: Mapping[str, Any] = self.fields.get("options", {})
@@ -43,15 +49,24 @@ class Entry:
     @property
     def written(self) -> str:
         """The arguments of a Trainer that ask for it: options are those of a plugin."""
+        made = {plugin.name: plugin for plugin in plugins_of(Plan.from_dict(self.fields))}
+        asked = {name: _field_of(made[name], self.fields) for name in self.options}
         fields = [
-            f"{name}={_plain(value)}" for name, value in self.fields.items() if name not in ("options", *self.options)
+            f"{name}={_plain(value)}" for name, value in self.fields.items() if name not in ("options", *asked.values())
         ]
-        plugins = [_as_plugin(name, self.fields[name], options) for name, options in self.options.items()]
+        plugins = [
+            _as_plugin(type(made[name]).__name__, self.fields.get(asked[name], True), options)
+            for name, options in self.options.items()
+        ]
         return ", ".join([*fields, *([f"plugins=[{', '.join(plugins)}]"] if plugins else [])])
 
 
-def _as_plugin(name: str, value: Any, options: Mapping[str, Any]) -> str:
-    (kind,) = (type(plugin).__name__ for plugin in plugins_of(Plan.from_dict({name: value})) if plugin.name == name)
+def _field_of(plugin: Plugin, fields: Mapping[str, Any]) -> str:
+    """The field that a plugin takes as its first argument; "" where it takes none."""
+    return next((name for name in (plugin.name, *plugin.fields) if name in fields), "")
+
+
+def _as_plugin(kind: str, value: Any, options: Mapping[str, Any]) -> str:
     first = [] if value is True else [_plain(value)]
     return f"{kind}({', '.join([*first, *(f'{option}={_plain(given)}' for option, given in options.items())])})"
 
@@ -92,7 +107,7 @@ LAYOUTS: tuple[Entry, ...] = (
     Entry("fsdp 2 × pp 2", {"fsdp": 2, "pp": 2}),
     Entry("fsdp 2 × pp 2, gathered anew", {"fsdp": 2, "pp": 2, "options": {"pipeline": {"reshard": True}}}),
     Entry("tp 2 × pp 2", {"tp": 2, "pp": 2}),
-    Entry("dp 4, head split", {"dp": 4, "options": {"split": {"modules": ["head"]}}}),
+    Entry("dp 4, all but blocks split", {"dp": 4, "options": {"split": {"modules": ["[!b]*"]}}}),
     Entry("cp 4", {"cp": 4}),
     Entry("dp 4, ep 4", {"dp": 4, "ep": 4}),
 )

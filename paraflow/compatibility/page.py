@@ -13,12 +13,13 @@ _INTRODUCTION = """\
 # What can be combined
 
 Written by `paraflow compatibility` from the legality table that the Trainer asks before any process group starts; a
-test holds this page to it. `make matrix` trains each pair that is marked ✓ on live ranks, but for those with
-torch.compile, which `make test-slow` trains. Loss, gradient norm, parameters, metrics and checkpoint are those of one
-process: to 1e-5 in fp32, and with 16-bit numbers as near as their rounding allows. The models are tiny: activations go
-to the host whatever their size, "recompute auto" gets the smallest budget that can be met, fp16 begins with a scale
-that such a short run need not find first, and torch.compile goes through its backend for debugging, which runs
-everywhere. Each pair that recomputes or copies activations is seen to do so.
+test holds this page to it. `make matrix` trains pairs that are marked ✓ on live ranks, and `make test-slow` the rest:
+those with torch.compile, and of split layers and stages what other pairs nearly show. Loss, gradient norm, parameters,
+metrics and checkpoint are those of one process: to 1e-5 in fp32, and with 16-bit numbers as near as their rounding
+allows; with dropout they are those of one process that drops what the ranks have dropped. The models are tiny:
+activations go to the host whatever their size, "recompute auto" gets the smallest budget that activations can meet,
+fp16 begins with a scale that such a short run need not find first, and torch.compile goes through its backend for
+debugging, which runs everywhere. Each pair that recomputes or copies activations is seen to do so.
 
 ✓ trains alike, – is the same field of a plan (one is written instead of the other), and a number is the refusal below.
 """
@@ -29,10 +30,14 @@ def page() -> str:
     numbers = _numbers()
     layouts = [strategy for strategy in columns() if not strategy.fields or strategy.lays_out]
     others = [strategy for strategy in columns() if strategy not in layouts]
+    divided = [layout for layout in layouts if layout.divides_layers]
+    whole = [layout for layout in layouts if not layout.divides_layers]
     parts = [
         _INTRODUCTION,
-        "## Layouts\n",
-        *_table(layouts, numbers),
+        "## Whole layers on each rank\n",
+        *_table(whole, numbers),
+        "\n## Layers split over ranks, and stages\n",
+        *_table(divided, numbers),
         *(["\n## What saves memory, on one device\n", *_table(others, numbers)] if others else []),
         "\n## What one writes\n",
         *_written(),

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from paraflow.compatibility.table import Verdict, judge
-from paraflow.plugins import FSDP, Clipping, DataParallel, Plugin
+from paraflow.plugins import FSDP, Clipping, DataParallel, Plugin, TensorParallel
 
 if TYPE_CHECKING:
     from paraflow.data.batch import Batch
@@ -54,6 +54,8 @@ class _MyPipeline(_Runner):
 class _YourPipeline(_Runner):
     name: ClassVar[str] = "your_pipeline"
 
+
+_SPLIT = {"split": {"modules": ("head",)}}
 
 SITUATIONS: tuple[Situation, ...] = (
     Situation("strategy-missing", "a strategy that nobody provides", {"cp": 4}),
@@ -102,6 +104,12 @@ SITUATIONS: tuple[Situation, ...] = (
         given=(DataParallel(),),
     ),
     Situation(
+        "data-parallel-static-graph",
+        "the same graph in every step, and a plugin that runs micro-batches",
+        {"dp": 4},
+        given=(DataParallel(4, static_graph=True), _MyPipeline()),
+    ),
+    Situation(
         "fsdp-gather-dtype",
         "weights gathered in bf16 for products in fp32",
         {"fsdp": 4, "options": {"fsdp": {"gather_dtype": "bf16"}}},
@@ -116,10 +124,52 @@ SITUATIONS: tuple[Situation, ...] = (
         "micro-batches added up in 16 bits",
         {"fsdp": 4, "accumulate": 2, "comm_hook": "bf16", "options": {"fsdp": {"reduce": "last"}}},
     ),
+    Situation(
+        "tensor-parallel-without-degree",
+        "the plugin TensorParallel without a degree",
+        {"dp": 4},
+        given=(TensorParallel(),),
+    ),
+    Situation(
+        "sequence-parallel-pipeline",
+        "shares of the sequence, and stages",
+        {"pp": 2, "tp": 2, "options": {"tensor_parallel": {"sequence_parallel": True}}},
+    ),
+    Situation(
+        "pipeline-schedule-unknown",
+        "a schedule that there is not",
+        {"pp": 2, "options": {"pipeline": {"schedule": "looped"}}},
+    ),
+    Situation(
+        "pipeline-chunks",
+        "a schedule for several stages on each rank, and one of them",
+        {"pp": 2, "options": {"pipeline": {"schedule": "interleaved"}}},
+    ),
+    Situation(
+        "pipeline-reshard-halves",
+        "parameters gathered anew, and backward in halves",
+        {"fsdp": 2, "pp": 2, "options": {"pipeline": {"schedule": "zbv", "chunks": 2, "reshard": True}}},
+    ),
+    Situation("split-with-fsdp", "layers split beside shards", {"dp": 2, "fsdp": 2, "options": _SPLIT}),
+    Situation(
+        "split-beside-replicas",
+        "layers split beside replicas of several ranks",
+        {"dp": 2, "tp": 2, "options": _SPLIT},
+    ),
+    Situation(
+        "split-degree-divides",
+        "layers split over 3 of 4 ranks",
+        {"dp": 4, "options": {"split": {"modules": ["head"], "degree": 3}}},
+    ),
 )
 """One for each rule that no pair of the table breaks."""
 
 LATER: Mapping[str, tuple[str, str, str]] = {
+    "comm-hook-needs-ddp": (
+        "16-bit gradients, and data parallelism by a plugin of one's own",
+        "They are made 16-bit where DistributedDataParallel or a plugin of Paraflow sends them.",
+        "Leave comm_hook out.",
+    ),
     "optimizer-implementation": (
         "an optimizer without the implementation",
         "The class of the optimizer has no fused, foreach or for-loop implementation, as was asked for.",

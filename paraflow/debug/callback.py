@@ -36,6 +36,11 @@ class DebugMode(Callback):
         self._check = CollectiveCheck(trainer.mesh, lambda: trainer.step, self._patience)
         self._check.__enter__()
 
+    def on_step_begin(self, trainer: Trainer, logs: dict[str, Any]) -> None:
+        """Compares where the ranks of a pipeline are: between two steps no message is on its way."""
+        if self._check is not None and not trainer.engine.runs_in_turn:
+            self._check.announce("a step of the pipeline")
+
     def on_micro_batch_begin(self, trainer: Trainer, logs: dict[str, Any]) -> None:
         """Compares where the ranks are."""
         self._announce(trainer, "forward of a micro-batch")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -124,8 +127,8 @@ def cut(
 
 def _units(module: nn.Module, prefix: str, named: Sequence[str], seen: set[int]) -> Iterator[Unit]:
     repeated = _repeated(module)
-    for key, child in module._modules.items():
-        if child is None or id(child) in seen:
+    for key, child in _in_order_of_call(module):
+        if id(child) in seen:
             continue
         name = f"{prefix}{key}"
         block = type(child) in repeated and not isinstance(child, _LISTS) and _runs(child)
@@ -134,6 +137,33 @@ def _units(module: nn.Module, prefix: str, named: Sequence[str], seen: set[int])
         elif _holds(child):
             seen.add(id(child))
             yield Unit(name, child)
+
+
+def _in_order_of_call(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The children; those that forward calls, or goes through, stand in the order in which its code does so."""
+    children = [(key, child) for key, child in module._modules.items() if child is not None]
+    try:
+        code = ast.parse(textwrap.dedent(inspect.getsource(type(module).forward)))
+    except (OSError, TypeError, SyntaxError):  # there is no file of it
+        return children
+    order = list(dict.fromkeys(_called(code)))
+    called = iter(sorted((pair for pair in children if pair[0] in order), key=lambda pair: order.index(pair[0])))
+    return [next(called) if key in order else (key, child) for key, child in children]
+
+
+def _called(node: ast.AST) -> Iterator[str]:
+    """The attributes of ``self`` that code calls or iterates over; what is called with a result comes behind it."""
+    if isinstance(node, (ast.For, ast.comprehension)):
+        parts = [part for part in ast.walk(node.iter) if isinstance(part, ast.Attribute)]
+    else:
+        parts = [node.func] if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else []
+    own = [part.attr for part in parts if isinstance(part.value, ast.Name) and part.value.id == "self"]
+    if isinstance(node, ast.For):
+        yield from own
+    for child in ast.iter_child_nodes(node):
+        yield from _called(child)
+    if not isinstance(node, ast.For):
+        yield from own
 
 
 def _is_whole(module: nn.Module) -> bool:

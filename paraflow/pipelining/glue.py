@@ -53,6 +53,12 @@ def weights_used_by_glue(model: nn.Module, units: Sequence[Unit]) -> list[str]:
     return [names[key] for key in names if key in used & of_units]
 
 
+def glue_time(model: nn.Module, mentioned: Sequence[str]) -> float:
+    """Returns the time of what code between the units does with weights, in the measure of `estimated_times`."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return 2.0 * sum(named[name].numel() for name in mentioned)
+
+
 def _mentioned(module: nn.Module) -> Iterator[Any]:
     """What a module's steps read of its attributes."""
     waiting, seen = list(_ENTRIES), set(_ENTRIES)

@@ -12,7 +12,7 @@ from torch import nn
 from paraflow.errors import ModelError
 from paraflow.outline import Outline, outline_of
 from paraflow.pipelining.cut import Cut, Stages, cut, units_of
-from paraflow.pipelining.glue import weights_used_by_glue
+from paraflow.pipelining.glue import glue_time, weights_used_by_glue
 from paraflow.pipelining.hollow import hollow
 from paraflow.pipelining.replay import Replay
 from paraflow.pipelining.ties import Places, users_of
@@ -111,12 +111,11 @@ def lay_out(
             )
         return known
     mentioned = weights_used_by_glue(model, units_of(model))
-    named = dict(model.named_parameters(remove_duplicate=False))
-    glue = 2.0 * sum(named[name].numel() for name in mentioned)
-    parts = cut(model, schedule.stages, stages=stages, costs=costs, glue=glue)
-    layout = Layout(
-        parts, users_of(model, parts, mentioned, shared), Outline.of(model), Replay(model, parts.names, device), asked
-    )
+    parts = cut(model, schedule.stages, stages=stages, costs=costs, glue=glue_time(model, mentioned))
+    outline = Outline.of(model)
+    outline.units = tuple(name for stage in parts.names for name in stage)
+    users = users_of(model, parts, mentioned, shared)
+    layout = Layout(parts, users, outline, Replay(model, parts.names, device), asked)
     holders = layout.holders(schedule.places)
     hollow(model, parts, schedule.stages_of(place), [name for name, places in holders.items() if place in places])
     model.__dict__[_ATTRIBUTE] = layout

@@ -1,7 +1,8 @@
 """Random numbers of a pipeline's micro-batches: the same under every schedule, and where stages must agree, on all.
 
 What a step draws outside of units (the masks of a masked language model, say) every stage draws for itself, and all
-must draw the same. What units draw is their stage's own.
+must draw the same, with whatever generator: torch's, numpy's or Python's. What units draw, and functions of what units
+give, is their stage's own.
 """
 
 from __future__ import annotations
@@ -30,6 +31,20 @@ class Randomness:
         self._seed = int(torch.randint(2**62, (), device="cpu"))
         self._device = device
         self._common = self._own = _Stream(self._seed, device)
+
+    @contextmanager
+    def step(self, place: int) -> Iterator[None]:
+        """Runs a rank's part of a step: what backwards draw, each rank a different number of times, is its own.
+
+        Args:
+            place: The place of the rank along ``pp``.
+        """
+        stream = _Stream(epoch_seed(self._seed, -2 - place), self._device)
+        stream.begin()
+        try:
+            yield
+        finally:
+            stream.end()
 
     @contextmanager
     def micro_batch(self, stage: int, index: int) -> Iterator[None]:

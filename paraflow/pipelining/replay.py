@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,11 +18,12 @@ from torch import Tensor, nn
 
 from paraflow.errors import ModelError
 from paraflow.pipelining.absent import Absent, Meta
-from paraflow.pipelining.functions import functions_seen
+from paraflow.pipelining.functions import aside, functions_seen
 from paraflow.pipelining.running import Left, Running
 from paraflow.pipelining.skeleton import Skeleton
-from paraflow.pipelining.trace import Glue, Tracing, Traffic, aside
-from paraflow.pipelining.values import rebuilt, tensors_in, tensors_kept_in
+from paraflow.pipelining.state import ModuleState, Watch
+from paraflow.pipelining.trace import Glue, Tracing, Traffic
+from paraflow.pipelining.values import rebuilt, tensors_in
 from paraflow.step import Boundary
 
 Inner = Callable[..., Any]
@@ -38,9 +40,9 @@ class Replay:
         device: The device that the model runs on; that of its first parameter if None.
 
     Attributes:
-        own_part: Makes the context in which what only one stage has is run: its units and the code between them that
-            depends on them. It is left, and entered anew, where code of the batch alone draws random numbers, which all
-            stages draw alike.
+        own_part: Makes the context in which what only one stage has draws random numbers: its units, and functions of
+            what they give. All other code draws what all stages draw alike.
+        moved: Called in a run when the step goes from one stage to a later one.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -69,6 +71,7 @@ class Replay:
         self._active: Glue | None = None
         self._callers: dict[str, Inner] = {}
         self.own_part: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.moved: Callable[[int, int], None] = lambda before, after: None
 
     def trace(self, call: Callable[[], Any]) -> Traffic:
         """Finds out what crosses between stages, by a run of the step in which no layer computes.
@@ -80,13 +83,18 @@ class Replay:
             ModelError: The step cannot be run in these stages; the message shows the line.
         """
         self._skeleton.take_modes()
-        tracing = Tracing(self._skeleton, self._count)
-        kept = _random_state_kept(self._skeleton.device), self._attributes_kept()
-        with kept[0], kept[1], self._placed(self._places), self._watched(tracing):
-            returned = call()
-            with aside(tracing):
-                self._require_no_buffer_of_layers(tracing)
-                return tracing.finish(returned)
+        tracing, watch = Tracing(self._skeleton, self._count), Watch(self.state)
+        tracing.moved = lambda before, after: watch.note(before)
+        try:
+            with _random_state_kept(self._skeleton.device), self._placed(self._places), self._watched(tracing):
+                returned = call()
+                with aside(tracing):
+                    self._require_no_buffer_of_layers(tracing)
+                    traffic = tracing.finish(returned)
+        finally:
+            watch.note(self._count - 1)
+            watch.put_back()
+        return replace(traffic, state=watch.written)
 
     def run(self, stage: int, call: Callable[[], Any], received: Sequence[Tensor], traffic: Traffic) -> Boundary | Any:
         """Runs a stage's part of the step.
@@ -105,16 +113,13 @@ class Replay:
         """
         buffers = {id(held[leaf]) for held, leaf in self._buffers}
         running = Running(stage, received, traffic, buffers, self.own_part)
+        running.moved = self.moved
         missing = [place for place in self._places if place[0][place[1]] is None]
         with self._placed(missing), self._watched(running):
             try:
-                if stage == 0:
-                    running.enter()
                 returned = call()
             except Left:
                 returned = None
-            finally:
-                running.leave()
         if stage < self._count - 1:
             return Boundary(running.boundary())
         return self._returned(returned, running, traffic)
@@ -169,28 +174,6 @@ class Replay:
         within = {module for unit in self._modules.values() for module in unit.modules()}
         return [(name, module) for name, module in self._model.named_modules() if module not in within]
 
-    @contextmanager
-    def _attributes_kept(self) -> Iterator[None]:
-        """Puts back what a trace does to modules outside of the units: buffers, counters, tensors without values.
-
-        Other attributes stay: where a model notes that it has prepared itself, it has.
-        """
-        attributes = [(module.__dict__, dict(module.__dict__)) for _, module in self._outside]
-        buffers = [(module._buffers, dict(module._buffers)) for _, module in self._outside]
-        tensors = [tensor for _, held in buffers for tensor in held.values() if tensor is not None]
-        copies = [tensor.detach().clone() for tensor in tensors]
-        try:
-            yield
-        finally:
-            for now, before in attributes:
-                _put_back(now, before)
-            for held, before in buffers:
-                held.clear()
-                held.update(before)
-            with torch.no_grad():
-                for tensor, copy in zip(tensors, copies, strict=True):
-                    tensor.copy_(copy)
-
     def _require_no_buffer_of_layers(self, tracing: Tracing) -> None:
         for name, module in self._outside:
             for leaf, tensor in module._buffers.items():
@@ -200,6 +183,11 @@ class Replay:
                         "outside of a layer. Under a pipeline it would have them on one stage only. Do it in the "
                         "forward of a module that has parameters and holds the buffer."
                     )
+
+    @cached_property
+    def state(self) -> ModuleState:
+        """What modules outside of the units keep."""
+        return ModuleState(self._outside)
 
     @contextmanager
     def _placed(self, places: Sequence[tuple[dict[str, Any], str, Absent]]) -> Iterator[None]:
@@ -244,21 +232,6 @@ class Replay:
                 return active.enter_unit(name, stage, inner, args, kwargs)
         finally:
             active.inside = False
-
-
-def _put_back(now: dict[str, Any], before: Mapping[str, Any]) -> None:
-    for name, value in list(now.items()):
-        if name in before and (value is before[name] or type(value) not in (int, float)) and not _has_absent(value):
-            continue
-        if name in before:
-            now[name] = before[name]
-        elif _has_absent(value):
-            del now[name]
-
-
-def _has_absent(value: Any) -> bool:
-    """Whether there is one in what a module keeps, which may refer to itself."""
-    return any(isinstance(tensor, Absent) for tensor in tensors_kept_in(value))
 
 
 def _present(tensor: Tensor) -> Tensor:

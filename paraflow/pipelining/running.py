@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, MutableMapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -13,42 +13,6 @@ from paraflow.errors import ModelError
 from paraflow.pipelining.absent import Absent, Key, Slot, at_line, outlived
 from paraflow.pipelining.trace import Event, Given, Glue, Traffic, target_of
 from paraflow.pipelining.values import rebuilt, tensors_in
-
-_DRAWING = frozenset(
-    [
-        "rand",
-        "randn",
-        "randint",
-        "randperm",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "normal",
-        "normal_",
-        "uniform_",
-        "random_",
-        "bernoulli",
-        "bernoulli_",
-        "multinomial",
-        "poisson",
-        "binomial",
-        "exponential_",
-        "geometric_",
-        "log_normal_",
-        "cauchy_",
-        "dropout",
-        "alpha_dropout",
-        "feature_dropout",
-        "dropout1d",
-        "dropout2d",
-        "dropout3d",
-        "gumbel_softmax",
-        "rrelu",
-        "trunc_normal_",
-        "kaiming_uniform_",
-        "xavier_uniform_",
-    ]
-)
 
 
 class Left(BaseException):
@@ -63,7 +27,7 @@ class Running(Glue):
         received: What the stage before sent.
         traffic: What was traced.
         buffers: The ids of the buffers of units.
-        own_part: The context in which the own part is run, and no other.
+        own_part: Makes the context in which units are run, and functions that draw.
     """
 
     def __init__(
@@ -79,7 +43,6 @@ class Running(Glue):
         self._traffic = traffic
         self._buffers = buffers
         self._own_part = own_part
-        self._entered: AbstractContextManager[None] | None = None
         self._mine: MutableMapping[Tensor, Key] = (
             WeakTensorKeyDictionary()
         )  # the tensors that depend on units or weights
@@ -96,27 +59,6 @@ class Running(Glue):
         """Whether a tensor depends on weights or on what units gave."""
         return tensor in self._mine or id(tensor) in self._buffers or super().depends(tensor)
 
-    def enter(self) -> None:
-        """Begins the own part."""
-        self._entered = self._own_part()
-        self._entered.__enter__()
-
-    def leave(self) -> None:
-        """Ends the own part, if it has begun."""
-        entered, self._entered = self._entered, None
-        if entered is not None:
-            entered.__exit__(None, None, None)
-
-    def plain(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a call that depends on the batch only; what it draws is drawn alike on every stage."""
-        if self._entered is None or getattr(func, "__name__", "") not in _DRAWING:
-            return func(*args, **kwargs)
-        self.leave()
-        try:
-            return func(*args, **kwargs)
-        finally:
-            self.enter()
-
     def enter_unit(self, name: str, stage: int, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a unit of the own stage; leaves the step where a later stage begins.
 
@@ -125,9 +67,7 @@ class Running(Glue):
         """
         if stage > self._own:
             raise Left
-        self.stage = max(stage, self.stage)
-        if stage == self._own and self._entered is None:
-            self.enter()
+        self.move_to(stage)
         return self.event(name, inner, args, kwargs, tensors_in((args, kwargs)))
 
     def event(
@@ -141,7 +81,8 @@ class Running(Glue):
                 self.ghosts[target_of(given[write.index], write)] = Absent.like(write.slot, self.run)
             return result
         args, kwargs = rebuilt((args, kwargs), self.value)
-        result = func(*args, **kwargs)
+        with self._own_part() if event.draws else nullcontext():
+            result = func(*args, **kwargs)
         self._remember(result, event, given)
         return result
 

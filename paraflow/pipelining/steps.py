@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from paraflow.pipelining.layout import Layout
 from paraflow.pipelining.orders import Schedule
 from paraflow.pipelining.outputs import Sharing
 from paraflow.pipelining.randomness import Randomness
+from paraflow.pipelining.stage_state import StageState
 from paraflow.pipelining.trace import Traffic
 from paraflow.pipelining.traces import Traces
 from paraflow.pipelining.values import rebuilt
@@ -50,10 +51,12 @@ class StageSteps(nn.Module):
         self._executor = Executor(engine.mesh, schedule)
         self._sharing = Sharing(engine.mesh, schedule.places[-1])
         self._running: tuple[int, Sequence[torch.Tensor], Traffic] | None = None
-        self._instead: Callable[[], Any] | None = None
+        self._looking_at: nn.Module | None = None
+        self._state = StageState(layout.replay, engine.mesh, schedule)
 
         def check(traffic: Traffic) -> None:
             layout.require_weights(layout.replay.weights_used_outside(traffic))
+            self._state.expect(traffic)
 
         self._traces = Traces(layout.replay, engine.module, check)
 
@@ -62,21 +65,19 @@ class StageSteps(nn.Module):
         if self._running is not None:
             stage, received, traffic = self._running
             data = map_tensors(torch.clone, batch) if traffic.writes_batch else batch
-            return self._replay.run(stage, self._instead or partial(self.steps, step, data), received, traffic)
-        call = self._instead or (lambda: self.steps(step, map_tensors(torch.clone, batch)))  # a step may write into it
+            return self._replay.run(stage, partial(self.steps, step, data), received, traffic)
         with torch.no_grad():
-            if self._instead is not None:
-                return self._run_forward("", batch, call)
-            return self._infer(step, batch, call)
+            return self._infer(step, batch) if self._looking_at is None else self._look(self._looking_at, batch)
 
     def train_on(self, batch: Batch) -> list[StepOutput]:
         """Runs forward and backward of a step's micro-batches, and returns what each gave: the same on every rank."""
         engine = self._engine
         traffic = [self._traced_for_training(micro.data) for micro in batch.micro_batches]
-        with self._drawing() as randomness:
+        with self._drawing() as randomness, self._state.step():
 
             def run(stage: int, index: int, data: Any, received: Sequence[torch.Tensor]) -> Any:
-                with randomness.micro_batch(stage, index), self._turn(stage, received, traffic[index]):
+                turn = self._turn(stage, received, traffic[index])
+                with self._state.stage(stage), randomness.micro_batch(stage, index), turn:
                     return engine.forward(data)
 
             work = Training(engine, batch, self._stages, run)
@@ -90,42 +91,49 @@ class StageSteps(nn.Module):
 
         def traced() -> Traffic:
             with nullcontext() if precision is None else torch.autocast(device, precision):
-                copied = lambda: self.steps("training_step", map_tensors(torch.clone, data))  # noqa: E731
-                return self._traces.of("training_step", data, copied)
+                return self._traces.of("training_step", data, partial(self._on_a_copy, "training_step"))
 
         try:
             return traced()
         except ShiftUnknown as found:
             unknown = found
-        with self._in_place_of_the_step(partial(loss_and_logits, unknown.module, unknown.batch)):
+        with self._in_place_of_the_step(unknown.module):
             self._find_shift(unknown.module, lambda: self._engine.forward(unknown.batch))
         return traced()
 
-    def _infer(self, step: str, data: Any, call: Callable[[], Any]) -> Any:
+    def _on_a_copy(self, step: str, data: Any) -> Any:
+        """Calls a step on a copy of a micro-batch, for it may write into it."""
+        return self.steps(step, map_tensors(torch.clone, data))
+
+    def _look(self, module: nn.Module, batch: Any) -> tuple[Traffic, Any]:
+        """Runs what shows whether a model shifts its labels."""
+        return self._run_forward((loss_and_logits, module), batch, partial(loss_and_logits, module))
+
+    def _infer(self, step: str, data: Any) -> Any:
         """Returns what a step returns, on every rank: for predictions as it is, else by the contract of losses."""
+        call = partial(self._on_a_copy, step)
         try:
             traffic, returned = self._run_forward(step, data, call)
         except ShiftUnknown as unknown:
-            look = partial(loss_and_logits, unknown.module, unknown.batch)
-            self._find_shift(unknown.module, partial(self._run_forward, "", unknown.batch, look))
+            self._find_shift(unknown.module, partial(self._look, unknown.module, unknown.batch))
             traffic, returned = self._run_forward(step, data, call)
         here = self._sharing.is_source
         if step == "predict_step":
-            return self._sharing.tensors(returned if here else self._empty(traffic.returned))
+            return self._sharing.tensors(self._empty(traffic.returned), returned if here else None)
         given = [read_step(returned, samples=1)] if here else None
         form = self._form(traffic, samples=1)
         (output,) = self._sharing.step_outputs([form], given, keep_outputs=self._engine.keep_outputs)
         weight = {"weight": output.weight} if output.counted else {}
         return {"loss": output.loss, **weight, "output": output.output, "target": output.target, **output.values}
 
-    def _run_forward(self, step: str, data: Any, call: Callable[[], Any]) -> tuple[Traffic, Any]:
+    def _run_forward(self, step: Hashable, data: Any, call: Callable[[Any], Any]) -> tuple[Traffic, Any]:
         """Runs all stages without gradients; what the call returns is there where the last stage is."""
         traffic = self._traces.of(step, data, call)
-        with self._drawing() as randomness:
+        with self._drawing() as randomness, self._state.step():
 
             def run(stage: int, index: int, data: Any, received: Sequence[torch.Tensor]) -> Any:
-                with randomness.micro_batch(stage, index):
-                    return self._replay.run(stage, call, received, traffic)
+                with self._state.stage(stage), randomness.micro_batch(stage, index):
+                    return self._replay.run(stage, partial(call, data), received, traffic)
 
             work = Inference(data, run)
             self._executor.forward_only(work, [traffic])
@@ -135,20 +143,20 @@ class StageSteps(nn.Module):
         """Finds out where values are whether a model shifts its labels, and has every rank know."""
         from paraflow.evaluation import inference
 
-        with inference(self._engine.module):
+        with inference(self._engine.module), self._state.unchanged():
             _, returned = look()
         shifts = torch.zeros((), dtype=torch.int64, device=self._engine.mesh.device)
         if self._sharing.is_source:
             shifts += shifts_labels(module, *returned)
-        remember_shift(module, bool(self._sharing.tensors(shifts)))
+        remember_shift(module, bool(self._sharing.tensors(shifts, shifts)))
 
     @contextmanager
-    def _in_place_of_the_step(self, call: Callable[[], Any]) -> Iterator[None]:
-        self._instead = call
+    def _in_place_of_the_step(self, module: nn.Module) -> Iterator[None]:
+        self._looking_at = module
         try:
             yield
         finally:
-            self._instead = None
+            self._looking_at = None
 
     @contextmanager
     def _turn(self, stage: int, received: Sequence[torch.Tensor], traffic: Traffic) -> Iterator[None]:
@@ -163,7 +171,8 @@ class StageSteps(nn.Module):
         replay, randomness = self._replay, Randomness(self._engine.mesh.device)
         before, replay.own_part = replay.own_part, randomness.own_part
         try:
-            yield randomness
+            with randomness.step(self._engine.mesh.coordinate("pp")):
+                yield randomness
         finally:
             replay.own_part = before
 

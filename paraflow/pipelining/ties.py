@@ -86,6 +86,10 @@ class Ties:
         places = self._holders.get(name)
         return places is None or places[0] == self._mesh.coordinate("pp")
 
+    def is_shared(self, name: str) -> bool:
+        """Whether several ranks hold a parameter."""
+        return name in self._holders
+
     def give_values(self) -> None:
         """Gives the first holder's values to the others, where there are values yet."""
         for parameters, group in self._shared():
@@ -105,6 +109,6 @@ class Ties:
                     parameter.grad = gradient
 
     def _shared(self) -> Iterator[tuple[list[nn.Parameter], dist.ProcessGroup]]:
-        named = dict(self._model.named_parameters())
         for places, group in self._groups.items():
-            yield [named[name] for name, holders in self._holders.items() if holders == places], group
+            names = [name for name, holders in self._holders.items() if holders == places]
+            yield [self._model.get_parameter(name) for name in names], group

@@ -6,14 +6,13 @@ every run, and so is what each call returns, but for the values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn, overrides
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -31,7 +30,10 @@ from paraflow.pipelining.absent import (
     unreadable,
     unseen,
 )
+from paraflow.pipelining.functions import Drawing, aside, is_custom
+from paraflow.pipelining.kept import version_of
 from paraflow.pipelining.skeleton import Skeleton
+from paraflow.pipelining.state import Place, Written
 from paraflow.pipelining.values import rebuilt, tensors_in
 
 
@@ -65,11 +67,13 @@ class Event:
         name: The function or unit.
         result: What it returned, with a `Slot` or `Given` for each tensor.
         writes: What it wrote into.
+        draws: Whether it may draw random numbers, which are then its stage's own.
     """
 
     name: str
     result: Any
     writes: tuple[Write, ...] = ()
+    draws: bool = True
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ class Traffic:
         written: For each stage, what it receives and writes into.
         weights: For each parameter or buffer that is used by calls outside of units, or given to units, the stages.
         writes_batch: Whether the step writes into tensors of the batch, so that each run of it takes a copy.
+        state: What the step writes into modules outside of the units.
     """
 
     crossing: tuple[tuple[Meta, ...], ...]
@@ -93,6 +98,7 @@ class Traffic:
     written: tuple[frozenset[Key], ...] = field(repr=False, compare=False)
     weights: Mapping[str, frozenset[int]] = field(repr=False, compare=False)
     writes_batch: bool = False
+    state: Mapping[Place, Written] = field(default_factory=dict, repr=False, compare=False)
 
 
 class Glue(TorchFunctionMode):
@@ -104,7 +110,10 @@ class Glue(TorchFunctionMode):
         number: The number of the next call.
         ghosts: Tensors made of the batch that another stage wrote into: what they are.
         run: What absent tensors of this run have in common.
+        moved: Called before the step goes from one stage to a later one.
     """
+
+    watches_glue = True  # what compares a module with another run of it asks this: there it cannot
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,6 +121,7 @@ class Glue(TorchFunctionMode):
         self.inside = False
         self.number = 0
         self.run = object()
+        self.moved: Callable[[int, int], None] = lambda before, after: None
         self.ghosts: MutableMapping[Tensor, Absent] = WeakTensorKeyDictionary()
 
     def __torch_function__(
@@ -131,6 +141,12 @@ class Glue(TorchFunctionMode):
             return self.event(name, func, args, kwargs, given)
         finally:
             self.inside = before
+
+    def move_to(self, stage: int) -> None:
+        """Notes that a unit of a stage is called."""
+        if stage > self.stage:
+            self.moved(self.stage, stage)
+            self.stage = stage
 
     def custom_function(self, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Sees the call of a custom autograd function, as `__torch_function__` sees those of torch."""
@@ -202,7 +218,8 @@ class Tracing(Glue):
                 f"'{name}' belongs to stage {stage} of the pipeline, and is called after '{self._unit}' of stage "
                 f"{self.stage}{at_line()}. List the units of the stages in the order in which the forward calls them."
             )
-        self.stage, self._unit = stage, name
+        self.move_to(stage)
+        self._unit = name
         return self._noted(name, self._skeleton.unit(name), args, kwargs, tensors_in((args, kwargs)))
 
     def plain(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -222,17 +239,27 @@ class Tracing(Glue):
         self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
     ) -> Any:
         """Finds out what a call returns, and what it uses."""
-        return self._noted(name, partial(self._without_values, name, func), args, kwargs, given)
+        drawing = Drawing(seen=is_custom(func))  # what a custom function does in it is not known
+        return self._noted(name, partial(self._without_values, name, func, drawing), args, kwargs, given, drawing)
 
     def _noted(
-        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
+        self,
+        name: str,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: list[Tensor],
+        drawing: Drawing | None = None,
     ) -> Any:
+        if torch.is_inference_mode_enabled():  # in which torch counts no writes
+            with torch.inference_mode(False), torch.no_grad():
+                return self._noted(name, func, args, kwargs, given, drawing)
         fakes = [self._used(tensor) for tensor in given]
-        versions = [fake._version for fake in fakes]
+        versions = [version_of(fake) for fake in fakes]
         by_id = {id(tensor): fake for tensor, fake in zip(given, fakes, strict=True)}
         given_args, given_kwargs = rebuilt((args, kwargs), lambda tensor: by_id[id(tensor)])
         result = func(*given_args, **given_kwargs)
-        changed = [i for i, fake in enumerate(fakes) if fake._version != versions[i]]
+        changed = [i for i, fake in enumerate(fakes) if version_of(fake) != versions[i]]
         writes = self._written(changed, given, fakes)
         places = {id(fake): i for i, fake in enumerate(fakes)}
         count = iter(range(1 << 30))
@@ -243,16 +270,18 @@ class Tracing(Glue):
             return self._new((self.number, next(count)), leaf)
 
         template = rebuilt(result, keep)
-        self._events.append(Event(name, template, writes))
+        self._events.append(Event(name, template, writes, draws=drawing is None or drawing.seen))
         self.number += 1
         return self.filled(template, given)
 
-    def _without_values(self, name: str, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _without_values(
+        self, name: str, func: Callable[..., Any], drawing: Drawing, /, *args: Any, **kwargs: Any
+    ) -> Any:
         from torch._subclasses import fake_tensor
 
         unknowable = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
         try:
-            with self._skeleton.mode:
+            with self._skeleton.mode, drawing:
                 return func(*args, **kwargs)
         except unknowable as error:
             raise unreadable(name) from error
@@ -347,24 +376,6 @@ class Tracing(Glue):
             keys = (slot.key for slot, storage in zip(crossing, storages, strict=True) if storage in written)
             found.append(frozenset(keys))
         return tuple(found)
-
-
-@contextmanager
-def aside(glue: Glue) -> Iterator[None]:
-    """Runs a block that the glue does not see; other modes of torch functions stay."""
-    modes: Any = overrides  # torch offers no other way to leave one mode of several
-    above: list[Any] = []
-    while glue in modes._get_current_function_mode_stack():
-        above.append(modes._pop_mode())
-    for mode in reversed(above[:-1]):
-        modes._push_mode(mode)
-    try:
-        yield
-    finally:
-        for _ in above[:-1]:
-            modes._pop_mode()
-        for mode in reversed(above):
-            modes._push_mode(mode)
 
 
 def target_of(given: Tensor, write: Write) -> Tensor:

@@ -58,7 +58,7 @@ class Training:
 
     def around(self, turn: Turn) -> AbstractContextManager[object]:
         """Returns the context that plugins put around a forward or a backward."""
-        return self._engine.around(turn.ordinal, turn.count, turn.part)
+        return self._engine.around(turn.ordinal, turn.count, turn.part, turn.ends_stage)
 
     def before_backward(self, stage: int, index: int) -> None:
         """Calls who listens, once for each micro-batch on this rank."""

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from paraflow.errors import PlanError
+from paraflow.outline import outline_of
 from paraflow.plan import Plan
 from paraflow.plan_memory import RECOMPUTED
 from paraflow.plugins.base import Phase, Plugin
 from paraflow.plugins.precision import DTYPES
-from paraflow.recompute import Caches, TreatedBlocks, TreatedSteps, matching_blocks, repeated_blocks
+from paraflow.recompute import Caches, TreatedBlocks, TreatedSteps, matching_blocks, repeated_blocks, within_units
 from paraflow.rules import Rule
 
 if TYPE_CHECKING:
@@ -117,7 +118,8 @@ class ActivationCheckpointing(Plugin):
     def _blocks(self, module: nn.Module) -> dict[str, nn.Module]:
         found = repeated_blocks(module) if self._patterns is None else matching_blocks(module, self._patterns)
         if found:
-            return found
+            outline = outline_of(module)
+            return within_units(module, found, () if outline is None else outline.units)
         there = [name for name, child in module.named_modules() if name and next(child.children(), None) is not None]
         names = there or [name for name, _ in module.named_children()]
         asked = "has no blocks" if self._patterns is None else f"has no module that matches {list(self._patterns)}"

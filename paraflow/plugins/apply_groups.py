@@ -113,7 +113,7 @@ class ApplyGroups(Plugin):
             engine.update.divide(self.groups)
         return optimizer
 
-    def micro_batch(self, index: int, count: int, part: Part = "both") -> AbstractContextManager[Any]:
+    def micro_batch(self, index: int, count: int, part: Part, last: bool) -> AbstractContextManager[Any]:
         """Has backward update parameters, where that was asked for."""
         return nullcontext() if self._update is None else _applying(self._update, count)
 

@@ -96,7 +96,7 @@ class Plugin:
     def calibrate(self, engine: Engine, batch: Batch) -> None:
         """Looks at the first batch before it is trained on: for what depends on the sizes of the data."""
 
-    def micro_batch(self, index: int, count: int, part: Part = "both") -> AbstractContextManager[Any]:
+    def micro_batch(self, index: int, count: int, part: Part, last: bool) -> AbstractContextManager[Any]:
         """Returns the context in which a micro-batch is run.
 
         Args:
@@ -104,6 +104,8 @@ class Plugin:
                 order in which this rank runs them.
             count: How many this rank runs in the step.
             part: What is run inside.
+            last: Whether it is the last of the step for the layers that it runs, so that their gradients are whole
+                after its backward. A rank that runs several stages of a model has a last one for each.
         """
         return nullcontext()
 
@@ -121,6 +123,13 @@ class Plugin:
 
     def reduce_gradients(self, engine: Engine) -> None:
         """Makes each gradient the mean over the data ranks, once the last micro-batch is done."""
+
+    def completes_gradient(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether `reduce_gradients` changes a parameter's gradient, so that it is not whole before.
+
+        What no plugin before the one that averages over replicas says so of is averaged while backward goes on.
+        """
+        return self.overrides("reduce_gradients")
 
     def partitioned_over(self, name: str, parameter: nn.Parameter) -> Sequence[str] | None:
         """Returns the mesh dimensions over which this rank holds only a part of a parameter, or not every parameter.

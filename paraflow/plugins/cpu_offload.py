@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +107,7 @@ def _bring_values(optimizer: torch.optim.Optimizer) -> None:
                 group[key] = value.cpu()
 
 
-def chosen_units(units: Sequence[Unit], what: Any) -> set[str]:
+def chosen_units(units: Sequence[Unit], what: Any, tensors: Iterable[str] = ()) -> set[str]:
     """Returns the names of the units that live on the host.
 
     Args:
@@ -115,6 +115,8 @@ def chosen_units(units: Sequence[Unit], what: Any) -> set[str]:
         what: ``"params"`` (all), a fraction of the bytes, or patterns of module names: a unit is chosen where one names
             it, a module inside it, or one that it is inside of. Of a fraction, units are spread evenly over the model,
             so that each copy has computation to hide behind, and at least one is chosen.
+        tensors: The names of the whole model's tensors, where these are the units of some stages: a pattern may name
+            what only others have.
 
     Raises:
         PlanError: A pattern matches nothing.
@@ -124,6 +126,9 @@ def chosen_units(units: Sequence[Unit], what: Any) -> set[str]:
     if isinstance(what, (int, float)):
         return _spread(units, float(what))
     owners = _owners(units)
+    for tensor in tensors:
+        for length in range(1, len(parts := tensor.split("."))):
+            owners.setdefault(".".join(parts[:length]), set())
     return {name for pattern in what for name in _matching(owners, pattern)}
 
 

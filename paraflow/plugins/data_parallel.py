@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from paraflow.collectives import average, broadcast
+from paraflow.collectives import OverlappedAverage, average, broadcast
 from paraflow.errors import ModelError
 from paraflow.parts import is_spread, local
 from paraflow.plan import Plan
 from paraflow.plugins.base import Part, Phase, Plugin
 from paraflow.plugins.precision import DTYPES
+from paraflow.rules import Rule
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -24,13 +26,25 @@ if TYPE_CHECKING:
     from paraflow.engine import Engine
 
 
+_STATIC_GRAPH_RULES = (
+    Rule(
+        "data-parallel-static-graph",
+        lambda f: bool(f.runners),
+        "static_graph=True is for DistributedDataParallel, and {f.runners} runs micro-batches in an order of its own, "
+        "in which gradients are averaged without it.",
+        "Leave static_graph out.",
+    ),
+)
+
+
 class DataParallel(Plugin):
     """Replicas of the model that average their gradients, in buckets, while backward goes on.
 
     Where another plugin runs the micro-batches in an order of its own, forwards and backwards no longer alternate,
-    which DistributedDataParallel needs; gradients are then averaged once, after the last backward. So are those of
-    parameters of which a rank holds a part, which it does not take. What replicas hold different parts of is not theirs
-    to average.
+    which DistributedDataParallel needs; gradients are then averaged by `OverlappedAverage`, in each layer's last
+    backward. So are those of parameters of which a rank holds a part, which it does not take. What is not whole after
+    backward is averaged once it is. What replicas hold different parts of is not theirs to average. Buffers are given
+    to all replicas before the first forward of a step there, and before one without gradients.
 
     Args:
         degree: The number of replicas; None fills the world.
@@ -60,10 +74,15 @@ class DataParallel(Plugin):
         self._bucket_cap_mb = bucket_cap_mb
         self._broadcast_buffers = broadcast_buffers
         self._replica: DistributedDataParallel | None = None
-        self._after_backward: ProcessGroup | None = None
-        self._later: list[nn.Parameter] = []
+        self._ours: list[nn.Parameter] = []
+        self._own_group: ProcessGroup | None = None
+        self._engine: Engine | None = None
+        self._averaging: OverlappedAverage | None = None
+        self._completed: list[nn.Parameter] = []
         self._checked = False
         self._forwarded = False
+        self._buffers: SharedBuffers | None = None
+        self.rules = _STATIC_GRAPH_RULES if static_graph else ()  # type: ignore[misc]  # what this one was given
 
     @property
     def fields(self) -> Mapping[str, Any]:
@@ -72,19 +91,25 @@ class DataParallel(Plugin):
 
     def transform(self, module: nn.Module, engine: Engine) -> nn.Module:
         """Wraps the step in DistributedDataParallel; every replica starts from its first rank's parameters."""
-        if engine.mesh.degree("dp") == 1 or not any(p.requires_grad for p in module.parameters()):
+        if engine.mesh.degree("dp") == 1:
             return module
         group = engine.mesh.group("dp")
-        replicated = [p for p in module.parameters() if p.requires_grad and not _is_shared_out(p)]
         parts = [p for p in module.parameters() if is_spread(p) and not _is_shared_out(p)]
+        if parts or not engine.runs_in_turn:  # alike on all ranks of the world, which make the group
+            self._own_group = engine.mesh.group_of_places("dp", range(engine.mesh.degree("dp")))
+        if not any(p.requires_grad for p in module.parameters()):
+            return module
+        replicated = [p for p in module.parameters() if p.requires_grad and not _is_shared_out(p)]
         whole = [p for p in replicated if not is_spread(p)]
         if not engine.runs_in_turn or not whole:
-            self._after_backward, self._later = group, replicated
+            self._engine, self._ours = engine, replicated
             given = [local(p) for p in module.parameters() if not _is_shared_out(p)]
             broadcast([*given, *module.buffers()], group, self._bucket_bytes)
-            return module
+            if self._shares_buffers(module):
+                self._buffers = SharedBuffers(module, group, self._bucket_bytes)
+            return self._buffers or module
         if parts:
-            self._after_backward, self._later = group, [p for p in parts if p.requires_grad]
+            self._engine, self._ours = engine, [p for p in parts if p.requires_grad]
             broadcast([local(p) for p in parts], group, self._bucket_bytes)
         self._replica = self._replicate(module, group)
         if not self._find_unused and not self._static_graph and not _has_hooks(module):
@@ -94,7 +119,7 @@ class DataParallel(Plugin):
     def _replicate(self, module: nn.Module, group: ProcessGroup) -> DistributedDataParallel:
         from torch.nn.parallel import DistributedDataParallel
 
-        wanted = _keeps_statistics(module) if self._broadcast_buffers is None else self._broadcast_buffers
+        wanted = self._shares_buffers(module)
         rehearsable = _Rehearsable(module)
         spread = [name for name, p in rehearsable.named_parameters(remove_duplicate=False) if is_spread(p)]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(rehearsable, spread)  # type: ignore[no-untyped-call]
@@ -109,6 +134,9 @@ class DataParallel(Plugin):
         )
         replica.register_forward_pre_hook(self._before_forward)
         return replica
+
+    def _shares_buffers(self, module: nn.Module) -> bool:
+        return _keeps_statistics(module) if self._broadcast_buffers is None else self._broadcast_buffers
 
     def _before_forward(self, replica: nn.Module, *_: Any) -> None:
         """A forward that is run again for one micro-batch must not give out rank 0's buffers again."""
@@ -130,31 +158,72 @@ class DataParallel(Plugin):
     def _bucket_bytes(self) -> int:
         return int(self._bucket_cap_mb * 2**20)
 
-    def micro_batch(self, index: int, count: int, part: Part = "both") -> AbstractContextManager[Any]:
-        """Gradients of all but a step's last micro-batch stay on their rank; forward has to be inside as well."""
+    def micro_batch(self, index: int, count: int, part: Part, last: bool) -> AbstractContextManager[Any]:
+        """Gradients of all but the last micro-batch stay on their rank; where DDP averages, from forward on."""
         self._forwarded = False
-        if self._replica is None or index == count - 1:
-            return nullcontext()
-        context: AbstractContextManager[Any] = self._replica.no_sync()
-        return context
+        stack = ExitStack()
+        if self._replica is not None and index < count - 1:
+            stack.enter_context(self._replica.no_sync())
+        if self._buffers is not None and index == 0 and part != "backward":
+            self._buffers.begin_step()
+        averaging = self._average_of_ours()
+        if averaging is None:
+            return stack
+        if index == 0 and part != "backward":
+            averaging.begin_step()
+        if last and part != "forward":
+            stack.enter_context(averaging.in_last_backward())
+        return stack
+
+    def _average_of_ours(self) -> OverlappedAverage | None:
+        """What averages gradients here; made when the step begins, since plugins know by then what they complete."""
+        engine, group = self._engine, self._own_group
+        if engine is None or group is None or not self._ours:
+            return None
+        if self._averaging is None and not self._completed:
+            before = engine.plugins[: engine.plugins.index(self)]
+            completed = {
+                parameter
+                for name, parameter in engine.module.named_parameters()
+                if any(plugin.completes_gradient(name, parameter) for plugin in before)
+            }
+            self._completed = [parameter for parameter in self._ours if parameter in completed]
+            ours = [parameter for parameter in self._ours if parameter not in completed]
+            dtype = DTYPES.get(engine.plan.comm_hook or "")
+            self._averaging = OverlappedAverage(ours, group, self._bucket_bytes, dtype) if ours else None
+        return self._averaging
 
     def reduce_gradients(self, engine: Engine) -> None:
-        """Backward has averaged them already, and the first step checks that it could; or they are averaged here."""
+        """Backward has averaged most of them already; what could not be is averaged here."""
         self._require_all_used(engine)
-        if self._after_backward is None:
-            return
-        for parameter in self._later:
-            if parameter.grad is None:  # on another rank it may have had a part
-                parameter.grad = torch.zeros_like(parameter)
-        gradients = [local(p.grad) for p in self._later if p.grad is not None]
-        average(gradients, self._after_backward, self._bucket_bytes, DTYPES.get(engine.plan.comm_hook or ""))
+        averaging = self._average_of_ours()
+        if averaging is not None:
+            averaging.finish_step()
+        if self._completed:
+            self._average_completed(engine)
+
+    def _average_completed(self, engine: Engine) -> None:
+        """Averages what other plugins have completed; what no replica has used has no gradient afterwards, either."""
+        parameters = self._completed
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        used = torch.tensor([float(p.grad is not None) for p in parameters], device=engine.mesh.device)
+        dtype = DTYPES.get(engine.plan.comm_hook or "")
+        average([*map(local, gradients), used], engine.mesh.group("dp"), self._bucket_bytes, dtype)
+        for place, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+            if parameter.grad is None and bool(used[place] > 0):
+                parameter.grad = gradient
 
     def _require_all_used(self, engine: Engine) -> None:
-        if self._checked or self._replica is None:
+        if self._checked or (self._replica is None and self._own_group is None):
             return
         self._checked = True
         unused = [name for name, p in engine.module.named_parameters() if p.requires_grad and p.grad is None]
-        if unused and not self._find_unused:
+        if self._find_unused:
+            return
+        if self._own_group is not None:  # replicas in parts: what one refuses, all refuse
+            said = engine.mesh.gather_texts(json.dumps(unused))
+            unused = list(dict.fromkeys(name for text in said for name in json.loads(text)))
+        if unused:
             raise ModelError(
                 f"These parameters had no part in the loss of the first step: {', '.join(unused[:5])}"
                 f"{' and more' if len(unused) > 5 else ''}. Replicas cannot agree on their gradients. Freeze them with "
@@ -181,10 +250,42 @@ class _Rehearsable(nn.Module):
         return torch.stack([first.float() for first in firsts]).sum()
 
 
+class SharedBuffers(nn.Module):
+    """A task's steps, whose buffers every replica goes on with from the first one: running statistics, say.
+
+    Args:
+        steps: The steps, called as ``steps(name, batch)``.
+        group: The replicas.
+        bucket_bytes: How much is sent at once.
+    """
+
+    def __init__(self, steps: nn.Module, group: ProcessGroup, bucket_bytes: int) -> None:
+        super().__init__()
+        self.steps = steps
+        self._group = (group,)
+        self._bucket_bytes = bucket_bytes
+        self._may_differ = False
+
+    def begin_step(self) -> None:
+        """Gives out the buffers that the last step has left."""
+        self._give()
+        self._may_differ = True
+
+    def forward(self, step: str, batch: Any) -> Any:
+        """Runs a step; in evaluation replicas see the same buffers, too."""
+        if self._may_differ and not torch.is_grad_enabled():
+            self._give()
+            self._may_differ = False
+        return self.steps(step, batch)
+
+    def _give(self) -> None:
+        broadcast(list(self.steps.buffers()), self._group[0], self._bucket_bytes)
+
+
 def _is_shared_out(parameter: nn.Parameter) -> bool:
     """Whether replicas hold different parts of a parameter, so that none averages it."""
     mesh = getattr(parameter, "device_mesh", None)
-    return mesh is not None and "dp" in (mesh.mesh_dim_names or ())
+    return mesh is not None and not {"dp", "dp_inner"}.isdisjoint(mesh.mesh_dim_names or ())
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 from paraflow.births import require_same_births
 from paraflow.errors import ModelError, PlanError
 from paraflow.optim.kinds import is_elementwise
+from paraflow.outline import tensors_of_the_whole
 from paraflow.parts import is_spread, local
 from paraflow.plan import DATA_DEGREES, Plan
 from paraflow.plan_memory import as_text
@@ -165,7 +166,7 @@ class FSDP(Plugin):
         layout = Layout(
             mesh.device_mesh(*dims),
             tuple(unit.name for unit in units),
-            _offloaded(plan, [*units, rest]),
+            _offloaded(engine, [*units, rest]),
             _DTYPES.get(self._gather_dtype or ""),
             _reduced_in(plan, self._gather_dtype),
         )
@@ -210,7 +211,7 @@ class FSDP(Plugin):
             )
         return optimizer
 
-    def micro_batch(self, index: int, count: int, part: Part = "both") -> AbstractContextManager[Any]:
+    def micro_batch(self, index: int, count: int, part: Part, last: bool) -> AbstractContextManager[Any]:
         """Says what the backward of a micro-batch does with gradients and gathered parameters."""
         if self._sharding is None:
             return nullcontext()
@@ -335,10 +336,10 @@ def _shard_of(held: Held) -> torch.Tensor:
     return nn.Parameter(local(held.tensor).detach(), requires_grad=held.tensor.requires_grad)
 
 
-def _offloaded(plan: Plan, units: Sequence[Unit]) -> frozenset[str]:
-    if not plan.offloads_parameters:
+def _offloaded(engine: Engine, units: Sequence[Unit]) -> frozenset[str]:
+    if not engine.plan.offloads_parameters:
         return frozenset()
-    return frozenset(chosen_units(units, plan.cpu_offload))
+    return frozenset(chosen_units(units, engine.plan.cpu_offload, tensors_of_the_whole(engine.module)))
 
 
 def _reduced_in(plan: Plan, gather_dtype: str | None) -> torch.dtype | None:

@@ -126,6 +126,10 @@ class Pipeline(Plugin):
         if self._ties is not None:
             self._ties.add_up()
 
+    def completes_gradient(self, name: str, parameter: nn.Parameter) -> bool:
+        """Of what several stages hold."""
+        return self._ties is not None and self._ties.is_shared(name)
+
     def partitioned_over(self, name: str, parameter: nn.Parameter) -> Sequence[str] | None:
         """Returns ``pp``, or None for what an earlier stage holds as well."""
         if self._ties is None:

@@ -7,7 +7,7 @@ no rank ever has all logits, and the gradients of the layer stay where it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,13 +15,14 @@ import torch
 from torch import nn
 
 from paraflow.births import require_same_births
-from paraflow.collectives import broadcast
+from paraflow.collectives import average, broadcast
 from paraflow.errors import ModelError, PlanError
 from paraflow.optim.held import Held
 from paraflow.optim.kinds import is_elementwise
 from paraflow.parts import is_spread, local
 from paraflow.plan import Plan
 from paraflow.plugins.base import Phase, Plugin
+from paraflow.plugins.precision import DTYPES
 from paraflow.rules import Rule
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from paraflow.tensor_parallel.region import Region
 
 _BUCKET_BYTES = 25 * 2**20
+_EARLIER = "_paraflow_split_kinds"
 
 RULES = (
     Rule(
@@ -60,6 +62,18 @@ RULES = (
 )
 
 
+def _own_rules(degree: int | None) -> Iterator[Rule]:
+    """The rows for a degree."""
+    if degree is None:
+        return
+    yield Rule(
+        "split-degree-divides",
+        lambda f: f.plan.dp % degree != 0,
+        f"split is over {degree} ranks, which do not divide the {{f.plan.dp}} data ranks.",
+        f"Start a multiple of {degree} processes, or leave the number out, which splits over all of them.",
+    )
+
+
 class Split(Plugin):
     """Splits some modules over the data ranks, each of which has samples of its own.
 
@@ -70,8 +84,10 @@ class Split(Plugin):
 
     Args:
         modules: The names of the modules, or patterns of them.
-        plan: How single linear layers in them are split: ``"colwise"`` by outputs or ``"rowwise"`` by inputs, by name.
-            What is left out is decided by shapes.
+        plan: How single layers in them are split, by name or pattern: ``"colwise"`` by outputs, ``"rowwise"`` by
+            inputs, ``"vocabulary"``, ``"logits"``, or ``"replicate"``. What is left out is decided by shapes.
+        degree: Over how many of the data ranks, neighbours of each other; None is all. With fewer, there are several
+            replicas of the split layers, which average their gradients.
 
     Example:
         >>> Split(["head"]).describe()
@@ -82,11 +98,22 @@ class Split(Plugin):
     phase = Phase.SPLIT
     rules: ClassVar[tuple[Rule, ...]] = RULES
 
-    def __init__(self, modules: Sequence[str], *, plan: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, modules: Sequence[str], *, plan: Mapping[str, str] | None = None, degree: int | None = None
+    ) -> None:
         if isinstance(modules, str) or not modules:
             raise PlanError(f"Split(modules=...) takes a list of names of modules, not {modules!r}: Split(['head']).")
         self.modules = tuple(modules)
+        if plan is not None and not isinstance(plan, Mapping):
+            raise PlanError(f"Split(plan=...) maps names or patterns of layers to how they are split, not {plan!r}.")
+        if degree is not None and (not isinstance(degree, int) or degree < 2):
+            raise PlanError(
+                f"Split(degree=...) is a whole number of at least 2, or None for all ranks, not {degree!r}."
+            )
         self._plan = dict(plan or {})
+        self.degree = degree
+        self.rules = (*RULES, *_own_rules(degree))  # type: ignore[misc]  # known before launch, too
+        self._dim, self._replicas = "dp", 1
         self._spread: set[str] = set()
         self._described = f"split over the data ranks: {', '.join(self.modules)}"
 
@@ -96,6 +123,7 @@ class Split(Plugin):
             return module
         from paraflow.tensor_parallel.region import Region
 
+        self._fold(engine)
         model = engine.module
         kinds = kinds_of(model, self.modules, self._plan)
         parameters = [p for name in kinds for p in model.get_submodule(name)._parameters.values() if p is not None]
@@ -103,14 +131,23 @@ class Split(Plugin):
             require_same_births(model, engine.mesh)
             real = [parameter for parameter in parameters if not parameter.is_meta]
             broadcast(list(dict.fromkeys(real)), engine.mesh.group("dp"), _BUCKET_BYTES)
-        split_layers(model, kinds, Region(engine.mesh.device_mesh("dp"), gathers=0))
+        split_layers(model, kinds, Region(engine.mesh.device_mesh(self._dim), gathers=0))
+        model.__dict__[_EARLIER] = (self.modules, self._plan), kinds
         held = {name: p for name, p in model.named_parameters() if is_spread(p)}
         self._spread = set(held)
         self._described = (
-            f"split over {engine.mesh.degree('dp')} data ranks: {', '.join(kinds)} "
+            f"split over {engine.mesh.degree(self._dim)} data ranks: {', '.join(kinds)} "
             f"({sum(p.numel() for p in held.values()):,} parameters), whose inputs are brought together"
+            + (f", in {self._replicas} replicas" if self._replicas > 1 else "")
         )
         return module
+
+    def _fold(self, engine: Engine) -> None:
+        """Makes groups of ranks that split layers between them, where they are not all."""
+        ranks = engine.mesh.degree("dp")
+        if self.degree is not None and self.degree < ranks:
+            engine.mesh.fold("dp", self.degree)
+            self._dim, self._replicas = "dp_inner", ranks // self.degree
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, engine: Engine) -> torch.optim.Optimizer:
         """Gives the optimizer plain tensors, this rank's parts.
@@ -131,7 +168,25 @@ class Split(Plugin):
 
     def partitioned_over(self, name: str, parameter: nn.Parameter) -> Sequence[str]:
         """The data ranks, for what is split."""
-        return ("dp",) if name in self._spread else ()
+        return (self._dim,) if name in self._spread else ()
+
+    def reduce_gradients(self, engine: Engine) -> None:
+        """Averages the gradients of what is split over its replicas, where there are several."""
+        if self._replicas == 1:
+            return
+        parameters = [p for name, p in engine.module.named_parameters() if name in self._spread and p.requires_grad]
+        used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
+        engine.mesh.all_reduce(used, ("dp_outer",), "max")  # on the host: no device is waited for
+        gradients = []
+        for parameter, is_used in zip(parameters, used.tolist(), strict=True):
+            if is_used and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients += [local(parameter.grad)] if parameter.grad is not None else []
+        average(gradients, engine.mesh.group("dp_outer"), _BUCKET_BYTES, DTYPES.get(engine.plan.comm_hook or ""))
+
+    def completes_gradient(self, name: str, parameter: nn.Parameter) -> bool:
+        """Of the same parameters."""
+        return self._replicas > 1 and name in self._spread
 
     def describe(self) -> str:
         """Returns one line for the printed plan."""
@@ -153,7 +208,8 @@ def kinds_of(model: nn.Module, modules: Sequence[str], plan: Mapping[str, str] |
         plan: What was said of single layers.
 
     Raises:
-        PlanError: A name is not known, or there is no layer to split.
+        PlanError: A name or kind is not known, a layer shares a parameter with one that stays whole, or there is no
+            layer to split.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2000))
@@ -162,44 +218,119 @@ def kinds_of(model: nn.Module, modules: Sequence[str], plan: Mapping[str, str] |
         >>> kinds_of(net, ["2"], {"2": "rowwise"})
         {'2': 'rowwise'}
     """
-    from paraflow.tensor_parallel.layout import layout_of
-
-    said = dict(plan or {})
-    layout = layout_of(model, {name: kind for name, kind in said.items() if kind == "rowwise"}, modules)
-    kinds: dict[str, Kind] = {}
-    kinds.update({name: kind for name, kind in layout.kinds.items() if kind not in ("partial", "replicate")})
-    attention = {name for heads in layout.attentions for name in heads.layers}
-    for name, kind in lone_layers(model, modules).items():
-        if name not in kinds and name not in attention:
-            kinds[name] = kind
+    asked = tuple(modules), dict(plan or {})
+    earlier: tuple[Any, dict[str, Kind]] | None = model.__dict__.get(_EARLIER)
+    if earlier is not None and earlier[0] == asked:  # split by an earlier Trainer, it no longer looks splittable
+        return earlier[1]
+    said = _expanded(model, modules, plan or {})
+    explicit: dict[str, Kind] = {}
+    while True:
+        kinds = _derived(model, modules, explicit)
+        unheard = {name: kind for name, kind in said.items() if not _agrees(kind, kinds.get(name))}
+        if not unheard:
+            break
+        last = _last_linear(model)
+        for name, kind in unheard.items():
+            by_outputs: Kind = "logits" if name == last else "colwise_joined"
+            explicit[name] = by_outputs if kind == "colwise" else kind
+    kinds = {name: kind for name, kind in kinds.items() if kind not in ("partial", "replicate")}
     if not kinds:
         raise PlanError(
             f"Nothing in {', '.join(modules)} of {type(model).__name__} can be split over data ranks: it takes linear "
             "layers and embeddings. Take the split away, or put it around such a layer."
         )
+    _require_ties(model, kinds)
     return kinds
+
+
+def _expanded(model: nn.Module, modules: Sequence[str], plan: Mapping[str, str]) -> dict[str, Kind]:
+    """What was said of single layers, by name; each is in one of the modules."""
+    from paraflow.tensor_parallel.layout import expanded
+
+    said = expanded(model, plan, "Split")
+    inside = set(_names_inside(model, modules))
+    for name, kind in said.items():
+        if name not in inside or kind == "partial":
+            why = "is in none of its modules" if name not in inside else "cannot be 'partial' over data ranks"
+            raise PlanError(
+                f"Split's plan says {kind!r} of {name!r}, which {why} ({', '.join(modules)}). Write a layer in them, "
+                "and 'colwise', 'rowwise', 'vocabulary', 'logits' or 'replicate' of it."
+            )
+    return said
+
+
+def _derived(model: nn.Module, modules: Sequence[str], explicit: Mapping[str, Kind]) -> dict[str, Kind]:
+    """How layers are split by their shapes, where nothing explicit is said of them."""
+    from paraflow.tensor_parallel.layout import layout_of
+
+    layout = layout_of(model, explicit, modules)
+    attention = {name for heads in layout.attentions for name in heads.layers}
+    lone = {name: kind for name, kind in lone_layers(model, modules).items() if name not in attention}
+    return {**lone, **layout.kinds}
+
+
+def _agrees(said: Kind, kind: Kind | None) -> bool:
+    """Whether a layer is split as was said; "colwise" is any way that divides outputs."""
+    return kind == said or (said == "colwise" and kind in ("colwise_joined", "logits"))
+
+
+def _require_ties(model: nn.Module, kinds: Mapping[str, Kind]) -> None:
+    """A parameter of several layers is split in all of them, and along one dimension."""
+    ways: dict[int, list[tuple[str, str]]] = {}
+    for name, layer in model.named_modules():
+        for key, parameter in layer._parameters.items():
+            if parameter is not None:
+                way = _way(kinds.get(name), key)
+                ways.setdefault(id(parameter), []).append((f"{name}.{key}", way))
+    for owners in ways.values():
+        if len({way for _, way in owners}) > 1:
+            split = next(name for name, way in owners if way != "whole")
+            other = next(name for name, way in owners if way != dict(owners)[split])
+            raise PlanError(
+                f"{split} and {other} are one parameter, and the split would divide only the first, or them in "
+                "different ways, so that they came apart. Put both layers into the split (an embedding and the output "
+                "layer tied to it are both divided by their rows), or neither, or untie them."
+            )
+
+
+def _way(kind: Kind | None, key: str) -> str:
+    """How a parameter of a layer is divided."""
+    if kind is None:
+        return "whole"
+    if kind == "rowwise":
+        return "columns" if key == "weight" else "whole"
+    return "rows"
 
 
 def lone_layers(model: nn.Module, modules: Sequence[str]) -> dict[str, Kind]:
     """Returns how single layers inside some modules are split, whatever their sizes, by name.
 
-    They are the linear layers that are called as such, of which the last one of the model gives logits, and the
-    embeddings that share their weights with no other layer.
+    They are the linear layers that are called as such, of which the last one of the model gives logits (and what is
+    tied to an embedding), and embeddings.
     """
     from paraflow.tensor_parallel.layers import is_linear
 
-    last = next((name for name, layer in reversed(_called(model)) if is_linear(layer)), None)
+    last = _last_linear(model)
+    tables = {id(layer._parameters["weight"]) for layer in model.modules() if isinstance(layer, nn.Embedding)}
     found: dict[str, Kind] = {}
     for name, layer in _inside(model, modules):
         if is_linear(layer):
-            found[name] = "logits" if name == last else "colwise_joined"
-        elif _is_table(model, layer):
+            gives_logits = name == last or id(layer._parameters["weight"]) in tables
+            found[name] = "logits" if gives_logits else "colwise_joined"
+        elif _is_table(layer):
             found[name] = "vocabulary"
     return found
 
 
-def _called(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers with a weight of their own that nothing around them reads directly, by name."""
+def _last_linear(model: nn.Module) -> str | None:
+    """The layer that gives a model's logits: the last linear one that is called as such."""
+    from paraflow.tensor_parallel.layers import is_linear
+
+    return next((name for name, layer in reversed(called_layers(model)) if is_linear(layer)), None)
+
+
+def called_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns the layers with a weight of their own that nothing around them reads directly, by name."""
     from paraflow.tensor_parallel.derive import mentions
 
     kinds = {type(module) for module in model.modules()}
@@ -216,18 +347,21 @@ def _called(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def _inside(model: nn.Module, modules: Sequence[str]) -> list[tuple[str, nn.Module]]:
+def _names_inside(model: nn.Module, modules: Sequence[str]) -> list[str]:
     names = [name for name, _ in model.named_modules()]
     tops = [f"{name}." if name else "" for name in names if any(name == m or fnmatchcase(name, m) for m in modules)]
-    return [(name, layer) for name, layer in _called(model) if any(f"{name}.".startswith(top) for top in tops)]
+    return [name for name in names if any(f"{name}.".startswith(top) for top in tops)]
 
 
-def _is_table(model: nn.Module, layer: nn.Module) -> bool:
+def _inside(model: nn.Module, modules: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    inside = set(_names_inside(model, modules))
+    return [(name, layer) for name, layer in called_layers(model) if name in inside]
+
+
+def _is_table(layer: nn.Module) -> bool:
     if not isinstance(layer, nn.Embedding) or type(layer).forward is not nn.Embedding.forward:
         return False
-    if layer.sparse or layer.max_norm is not None or layer.scale_grad_by_freq:
-        return False
-    return sum(other._parameters.get("weight") is layer._parameters["weight"] for other in model.modules()) == 1
+    return not (layer.sparse or layer.max_norm is not None or layer.scale_grad_by_freq)
 
 
 def split_layers(model: nn.Module, kinds: Mapping[str, Kind], region: Region) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 
 from paraflow.births import require_same_births
 from paraflow.collectives import add_up, broadcast
-from paraflow.errors import ModelError, PlanError
+from paraflow.errors import ModelError, ParaflowError, PlanError
 from paraflow.launch.environment import local_world_size
 from paraflow.optim.kinds import is_elementwise
 from paraflow.parts import is_spread, local
@@ -20,11 +21,15 @@ from paraflow.plugins.base import Part, Phase, Plugin
 from paraflow.rules import Rule
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from paraflow.engine import Engine
+    from paraflow.mesh import Mesh
     from paraflow.optim.update import Held
     from paraflow.tensor_parallel.applying import Applied
     from paraflow.tensor_parallel.layout import Layout
 
+_MARK = "_paraflow_tensor_parallel"
 _BUCKET_BYTES = 25 * 2**20
 _KNOWS_NO_PARTS = {
     "Adafactor": "divides by norms of whole rows and columns",
@@ -121,22 +126,35 @@ class TensorParallel(Plugin):
         """Splits the layers; every rank of a group starts from its first rank's parameters."""
         if engine.plan.tp == 1:
             return module
+        from paraflow.tensor_parallel.outside import Guarded
+
+        model, mesh = engine.module, engine.mesh
+        asked = _Asked(mesh.device_mesh("tp"), dict(self._plan or {}), tuple(self._modules or ()), self._shares)
+        earlier: _Earlier | None = model.__dict__.get(_MARK)
+        if earlier is not None:
+            _require_same(model, earlier.asked, asked)
+            _give_whole_values(model, mesh)
+            self._applied, self._described = earlier.applied, earlier.described
+        else:
+            self._applied, self._described = self._split(model, mesh)
+            model.__dict__[_MARK] = _Earlier(asked, self._applied, self._described)
+        return Guarded(module)
+
+    def _split(self, model: nn.Module, mesh: Mesh) -> tuple[Applied, str]:
+        """Splits a model that is whole; returns what was done, and that in words."""
         from paraflow.tensor_parallel.applying import split
         from paraflow.tensor_parallel.layout import layout_of
         from paraflow.tensor_parallel.region import Region
 
-        model, mesh = engine.module, engine.mesh
-        layout = layout_of(model, self._plan, self._modules)
-        if not layout and engine.plan.pp == 1:
+        layout = _alike_refused(mesh, lambda: layout_of(model, self._plan, self._modules))
+        if not _on_any_stage(mesh, bool(layout)):
             raise _nothing_to_split(model, self._modules)
         require_same_births(model, mesh, (*DATA_DEGREES, "tp"))
-        tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
-        broadcast(tensors, mesh.group("tp"), _BUCKET_BYTES)
+        _give_whole_values(model, mesh)
         region = Region(mesh.device_mesh("tp"))
         total = sum(parameter.numel() for parameter in model.parameters())
-        self._applied = split(model, layout, region, mesh.device, shares=self._shares)
-        self._described = _in_words(model, layout, self._applied, region.degree, total)
-        return module
+        applied = _alike_refused(mesh, lambda: split(model, layout, region, mesh.device, shares=self._shares))
+        return applied, _in_words(model, layout, applied, region.degree, total)
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, engine: Engine) -> torch.optim.Optimizer:
         """Gives an optimizer that treats elements alike plain parts; another one keeps tensors that know the whole."""
@@ -163,7 +181,7 @@ class TensorParallel(Plugin):
             )
         return optimizer
 
-    def micro_batch(self, index: int, count: int, part: Part = "both") -> AbstractContextManager[Any]:
+    def micro_batch(self, index: int, count: int, part: Part, last: bool) -> AbstractContextManager[Any]:
         """Has random numbers go back to the common stream, should a step be broken off."""
         return nullcontext() if self._applied is None else self._around(self._applied)
 
@@ -180,6 +198,10 @@ class TensorParallel(Plugin):
             gradients = [local(p.grad) for p in self._sums if p.grad is not None]
             add_up(gradients, engine.mesh.group("tp"), _BUCKET_BYTES)
 
+    def completes_gradient(self, name: str, parameter: nn.Parameter) -> bool:
+        """Of the same parameters."""
+        return any(parameter is one for one in self._sums)
+
     def partitioned_over(self, name: str, parameter: nn.Parameter) -> Sequence[str] | None:
         """The parameters of split layers are."""
         mesh = getattr(parameter, "device_mesh", None)
@@ -190,6 +212,75 @@ class TensorParallel(Plugin):
         return f"tensor parallel over {self.degree or 'all'} ranks" + (
             f": {self._described}" if self._described else ""
         )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """How a model was to be split: what cannot be changed once it is."""
+
+    device_mesh: DeviceMesh
+    plan: Mapping[str, str]
+    modules: tuple[str, ...]
+    shares: bool
+
+    def __str__(self) -> str:
+        given = {"plan": self.plan, "modules": self.modules, "sequence_parallel": self.shares}
+        said = "".join(f", {name}={value!r}" for name, value in given.items() if value)
+        return f"TensorParallel({self.device_mesh.size()}{said})"
+
+
+@dataclass(frozen=True)
+class _Earlier:
+    """What an earlier run has done to a model; a later one goes on with it."""
+
+    asked: _Asked
+    applied: Applied
+    described: str
+
+    def __deepcopy__(self, memo: object) -> _Earlier:
+        return self  # a copy of a model is split over the same ranks
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def _require_same(model: nn.Module, earlier: _Asked, asked: _Asked) -> None:
+    if earlier != asked:
+        raise ModelError(
+            f"{type(model).__name__} has been split by an earlier Trainer, with {earlier}, and this one asks for "
+            f"{asked}. Use the same plan, or make the model anew and load its state."
+        )
+
+
+def _give_whole_values(model: nn.Module, mesh: Mesh) -> None:
+    """Gives every rank of a group its first rank's values of what each of them has whole."""
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+    broadcast([tensor for tensor in tensors if not is_spread(tensor)], mesh.group("tp"), _BUCKET_BYTES)
+
+
+_Made = TypeVar("_Made")
+
+
+def _alike_refused(mesh: Mesh, make: Callable[[], _Made]) -> _Made:
+    """Makes what looks at the layers of this rank's stages; what is refused on one stage is refused on all."""
+    if mesh.degree("pp") == 1:
+        return make()
+    made: list[_Made] = []
+    refused: ParaflowError | None = None
+    try:
+        made.append(make())
+    except ParaflowError as error:
+        refused = error
+    said = [text for text in mesh.gather_texts("" if refused is None else str(refused)) if text]
+    if refused is not None:
+        raise refused
+    if said:
+        raise PlanError(said[0])
+    return made[0]
+
+
+def _on_any_stage(mesh: Mesh, found: bool) -> bool:
+    return found if mesh.degree("pp") == 1 else mesh.any(found)
 
 
 def _nothing_to_split(model: nn.Module, modules: Sequence[str] | None) -> PlanError:

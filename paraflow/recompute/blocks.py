@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -30,7 +30,7 @@ def repeated_blocks(module: nn.Module) -> dict[str, nn.Module]:
     return {name: block for block, name in reversed(found.items())} or {
         name: child
         for name, child in module.named_children()
-        if not isinstance(child, _LISTS) and next(child.parameters(), None) is not None
+        if not isinstance(child, _LISTS) and _had_parameters(child)
     }
 
 
@@ -61,6 +61,31 @@ def matching_blocks(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.
     return found
 
 
+def within_units(module: nn.Module, blocks: Mapping[str, nn.Module], units: Sequence[str]) -> dict[str, nn.Module]:
+    """Returns blocks of which none reaches over units that are on stages of their own: such a one is taken apart.
+
+    Args:
+        module: The model.
+        blocks: Some of its modules, by name.
+        units: The names of the units of all stages; empty where there are no stages.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        >>> list(within_units(net, dict(net.named_children()), ["0", "1.0", "1.1"]))
+        ['0', '1.0', '1.1']
+    """
+    found: dict[str, nn.Module] = {}
+    for name, block in blocks.items():
+        inside = [unit for unit in units if unit.startswith(f"{name}.")]
+        found |= {unit: module.get_submodule(unit) for unit in inside} or {name: block}
+    return found
+
+
+def _had_parameters(module: nn.Module) -> bool:
+    """Whether there is a place for parameters: those of other stages have been taken out of theirs."""
+    return any(part._parameters for part in module.modules())
+
+
 def _callable_names(module: nn.Module, name: str) -> Iterator[str]:
     """A module's name, and those of the lists right above it."""
     yield name
@@ -89,7 +114,7 @@ def _kind(module: nn.Module) -> object:
 
 
 def _is_block(module: nn.Module) -> bool:
-    if isinstance(module, _LISTS) or next(module.parameters(), None) is None:
+    if isinstance(module, _LISTS) or not _had_parameters(module):
         return False
     is_layer = type(module).__module__.startswith("torch.nn.modules") and next(module.children(), None) is None
     return not is_layer

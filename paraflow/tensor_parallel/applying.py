@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from paraflow.errors import PlanError
+from paraflow.tensor_parallel.checking import Check, Group, Links, groups_of
 from paraflow.tensor_parallel.derive import find_feed_forwards
 from paraflow.tensor_parallel.dropout import Drops, OwnStream, own_stream_between
 from paraflow.tensor_parallel.heads import split_attention
 from paraflow.tensor_parallel.layers import features_of, split_columns, split_rows
 from paraflow.tensor_parallel.layout import Kind, Layout
 from paraflow.tensor_parallel.region import Region
-from paraflow.tensor_parallel.sequence import BlockRun, Gathered, find_runs, share_out, whole_parameters
+from paraflow.tensor_parallel.sequence import (
+    BlockRun,
+    Gathered,
+    find_runs,
+    share_out,
+    whole_parameters,
+    with_hidden_states,
+)
 from paraflow.tensor_parallel.vocabulary import split_head, split_vocabulary
 
 
@@ -56,6 +64,7 @@ def split(module: nn.Module, layout: Layout, region: Region, device: torch.devic
     between.replaced = region.replaced
     inside = Gathered(between) if runs else region
     pairs = list(_pairs_that_drop(module, layout)) if not runs else []
+    checks = _checks(module, layout, region, runs)
     for name in layout.names:
         _bring(module.get_submodule(name), device)
     partial: list[str] = []
@@ -71,8 +80,30 @@ def split(module: nn.Module, layout: Layout, region: Region, device: torch.devic
     if runs:
         share_out(module, runs, layout, between, stream)
         partial += whole_parameters(module, runs)
+        for run in runs:
+            Links([module.get_submodule(name) for name in run.blocks], run.blocks, between, with_hidden_states)
+    for check in checks:
+        check.watch(partial)
     uneven = tuple(a.name for a in layout.attentions if a.heads % region.degree)
     return Applied(frozenset(partial), stream, uneven, tuple(runs))
+
+
+def _checks(module: nn.Module, layout: Layout, region: Region, runs: Sequence[BlockRun]) -> list[Check]:
+    """What is compared with whole layers in the first step: each group of layers, or each block of a run."""
+    if region.degree == 1:
+        return []
+    blocks = [block for run in runs for block in run.blocks]
+    inside = {block: tuple(name for name in layout.names if name.startswith(f"{block}.")) for block in blocks}
+    checks = [
+        Check(module, Group(block, layers), region, blocks=True, change=with_hidden_states)
+        for block, layers in inside.items()
+    ]
+    taken = {name for layers in inside.values() for name in layers}
+    attentions = [(attention.layers, attention.heads) for attention in layout.attentions]
+    pairs = [f.layers for f in find_feed_forwards(module, {name for layers, _ in attentions for name in layers})]
+    pairs = [layers for layers in pairs if layout.kinds.get(layers[-1]) == "rowwise"]
+    groups = groups_of(module, attentions, pairs, layout.kinds, layout.said)
+    return checks + [Check(module, group, region) for group in groups if taken.isdisjoint(group.layers)]
 
 
 def _split_layer(module: nn.Module, name: str, kind: Kind, region: Region) -> list[str]:
@@ -126,8 +157,23 @@ def _pairs_that_drop(module: nn.Module, layout: Layout) -> Iterator[tuple[nn.Mod
     taken = {name for attention in layout.attentions for name in attention.layers}
     for pair in find_feed_forwards(module, taken):
         if layout.kinds.get(pair.rows) == "rowwise":
+            taken |= {*pair.columns, pair.rows}
             columns = module.get_submodule(pair.columns[-1])
             yield columns, module.get_submodule(pair.rows), Drops(module.get_submodule(pair.name))
+    yield from _other_pairs(module, {name: kind for name, kind in layout.kinds.items() if name not in taken})
+
+
+def _other_pairs(module: nn.Module, kinds: Mapping[str, Kind]) -> Iterator[tuple[nn.Module, nn.Module, Drops]]:
+    """The same of layers that only the plan says to be pairs: those that are nearest to each other in the model."""
+    columns = [name for name, kind in kinds.items() if kind == "colwise"]
+    for rows in (name for name, kind in kinds.items() if kind == "rowwise"):
+        owner = rows.rpartition(".")[0]
+        while owner and not any(name.startswith(f"{owner}.") for name in columns):
+            owner = owner.rpartition(".")[0]
+        drops = Drops(module.get_submodule(owner))
+        for name in columns:
+            if not owner or name.startswith(f"{owner}."):
+                yield module.get_submodule(name), module.get_submodule(rows), drops
 
 
 def _bring(layer: nn.Module, device: torch.device) -> None:

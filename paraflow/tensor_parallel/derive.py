@@ -48,6 +48,8 @@ _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads"
 _COUNTS_ALL_HEADS = re.compile(
     r"config\.(num_attention_heads|num_key_value_heads|hidden_size|n_heads?|num_heads|n_embd)\b|\bposition_bias\b"
 )
+_IN_A_SHAPE = r"(?:(?:view|reshape|split|unflatten|expand)\((?:[^()]|\([^()]*\))*?|(?<!\w)\((?:[^()]*,)?\s*)(?<![\w/*+-] )\bself\.{}\b(?=\s*[,)])"
+_OF_FREQUENCIES = re.compile(r"freq|rotary|cos|sin")
 _OF_POSITIONS = re.compile(r"pos|wpe")
 _ELEMENTWISE = (
     *(nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU),
@@ -180,7 +182,7 @@ def _attention_in(name: str, owner: nn.Module) -> Attention | None:
             return None
         inside = {path.rpartition(".")[2] for path in paths if path.rpartition(".")[0] == holder_path}
         norms = _norms(holder, inside, head_dim)
-        if norms is None or _counts_all_heads(type(holder)):
+        if norms is None or not _may_be_shared_out(holder, {query[1] // head_dim, key[1] // head_dim}):
             return None
         inner = joined(name, holder_path)
         return Attention(
@@ -207,7 +209,7 @@ def _fused_attention(name: str, owner: nn.Module) -> Attention | None:
     width, head_dim = getattr(owner, "split_size", None), getattr(owner, "head_dim", None)
     if width != out[0] or not head_dim or width % head_dim or not mentions(type(owner), "split_size"):
         return None
-    if _norms(owner, {"c_attn", "c_proj"}, head_dim) is None or _counts_all_heads(type(owner)):
+    if _norms(owner, {"c_attn", "c_proj"}, head_dim) is None or not _may_be_shared_out(owner, {width // head_dim}):
         return None
     qkv = joined(name, "c_attn")
     heads = width // head_dim
@@ -249,6 +251,8 @@ def find_feed_forwards(module: nn.Module, taken: set[str]) -> list[FeedForward]:
     found: list[FeedForward] = []
     taken = set(taken)
     for name, owner in module.named_modules():
+        if not is_readable(type(owner)):
+            continue
         for pair in (*_named_pairs(name, owner), *_pairs_in_sequence(name, owner)):
             if taken.isdisjoint(pair.layers):
                 found.append(pair)
@@ -349,21 +353,49 @@ def mentions(kind: type, attribute: str) -> bool:
         >>> mentions(nn.Dropout, "p"), mentions(nn.Dropout, "heads")
         (True, False)
     """
-    return re.search(rf"\bself\.{attribute}\b", _source(kind)) is not None
+    return re.search(rf"\bself\.{attribute}\b", source_of(kind)) is not None
 
 
 def _uses_the_weight(kind: type, attribute: str) -> bool:
-    return re.search(rf"\bself\.{attribute}\.weight\b", _source(kind)) is not None
+    return re.search(rf"\bself\.{attribute}\.weight\b", source_of(kind)) is not None
 
 
-def _counts_all_heads(kind: type) -> bool:
-    """Whether a forward takes its heads from what cannot be set, or is given something for all of them."""
-    return _COUNTS_ALL_HEADS.search(_source(kind)) is not None
+def is_size_of_a_shape(kind: type, attribute: str) -> bool:
+    """Whether the code of a class has ``self.attribute`` in shapes only, so that another number does no harm.
+
+    Example:
+        >>> class Scaled:
+        ...     def forward(self, x):
+        ...         return x.view(2, self.dim) / math.sqrt(self.width)
+        >>> is_size_of_a_shape(Scaled, "dim"), is_size_of_a_shape(Scaled, "width")
+        (True, False)
+    """
+    code = source_of(kind)
+    found = len(re.findall(rf"\bself\.{attribute}\b", code))
+    return found == len(re.findall(_IN_A_SHAPE.format(attribute), code))
+
+
+def is_readable(kind: type[nn.Module]) -> bool:
+    """Whether the code of a forward can be read: where it cannot, nothing is derived from names in it."""
+    if kind.forward is nn.Module.forward:
+        return True
+    try:
+        return bool(inspect.getsource(inspect.unwrap(kind.forward)))
+    except (OSError, TypeError):
+        return False
+
+
+def _may_be_shared_out(holder: nn.Module, heads: set[int]) -> bool:
+    """Whether nothing says that an attention's forward needs all heads: not its code, nor a buffer of one row a head."""
+    if not is_readable(type(holder)) or _COUNTS_ALL_HEADS.search(source_of(type(holder))):
+        return False
+    buffers = {name: b for name, b in holder._buffers.items() if b is not None and not _OF_FREQUENCIES.search(name)}
+    return not any(next((size for size in b.shape if size > 1), 0) in heads for b in buffers.values())
 
 
 @cache
-def _source(kind: Any) -> str:
-    """The code of a class's own methods, of its bases too, without ``__init__``; torch's own say nothing."""
+def source_of(kind: Any) -> str:
+    """Returns the code of a class's own methods, of its bases too, without ``__init__``; torch's own say nothing."""
     code = []
     for base in kind.__mro__:
         if base is nn.Module or base.__module__.startswith("builtins"):

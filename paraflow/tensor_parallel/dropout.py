@@ -9,12 +9,16 @@ one process would.
 
 from __future__ import annotations
 
+import re
 from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import nn
 
+from paraflow.tensor_parallel.derive import is_readable, source_of
+
+_DRAWS = re.compile(r"\b(\w*dropout\d?d?|bernoulli_?|rand\w*|scaled_dot_product_attention)\(")
 _STRIDE = 0x9E3779B97F4A7C15  # the odd number next to 2^64 divided by the golden ratio: seeds far apart
 
 
@@ -83,7 +87,9 @@ class Drops:
     """Whether any dropout inside a module is active.
 
     Args:
-        module: The module; its dropout layers are found, and its own attributes that are called so.
+        module: The module; its dropout layers are found, and its own attributes that are called so. Where code calls
+            a function that drops, its rate is not known: it counts as active, which costs little where nothing is
+            drawn.
 
     Example:
         >>> drops = Drops(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
@@ -99,9 +105,11 @@ class Drops:
             for name, value in vars(inner).items()
             if isinstance(value, (int, float)) and ((_is_dropout(inner) and name == "p") or _names_dropout(name))
         ]
+        own = {type(inner) for inner in module.modules() if not type(inner).__module__.startswith("torch.")}
+        self._calls = any(not is_readable(kind) or _DRAWS.search(source_of(kind)) for kind in own)
 
     def __bool__(self) -> bool:
-        return self._module.training and any(getattr(inner, name) > 0 for inner, name in self._rates)
+        return self._module.training and (self._calls or any(getattr(inner, name) > 0 for inner, name in self._rates))
 
 
 def own_stream_between(columns: nn.Module, rows: nn.Module, drops: Drops, stream: OwnStream) -> None:

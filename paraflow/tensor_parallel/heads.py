@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from paraflow.errors import PlanError
-from paraflow.tensor_parallel.derive import Attention, mentions
+from paraflow.tensor_parallel.derive import Attention, is_size_of_a_shape, mentions
 from paraflow.tensor_parallel.layers import local_part, set_forward, split_columns, split_rows
 from paraflow.tensor_parallel.region import Region
 
@@ -128,7 +128,9 @@ def _tell(holder: nn.Module, attention: Attention, share: HeadShare) -> None:
     _set(holder, _COUNTS, heads, queries)
     _set(holder, _KEY_COUNTS, kv_heads, keys)
     _set(holder, _GROUPS, heads // kv_heads, queries // keys)
-    _set(holder, [name for name in _WIDTHS if mentions(type(holder), name)], width, queries * attention.head_dim)
+    kind = type(holder)
+    shapes = [name for name in _WIDTHS if mentions(kind, name) and is_size_of_a_shape(kind, name)]
+    _set(holder, shapes, width, queries * attention.head_dim)
 
 
 def _set(holder: nn.Module, names: Iterable[str], whole: int, own: int) -> None:

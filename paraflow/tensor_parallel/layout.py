@@ -45,11 +45,13 @@ class Layout:
         kinds: What becomes of the layers that are no part of an attention, by name.
         attentions: The attentions whose heads are shared out.
         unaligned: The layers of `kinds` whose split features need not be equally many on each rank.
+        said: The modules of which the user's plan says something.
     """
 
     kinds: Mapping[str, Kind] = field(default_factory=dict)
     attentions: tuple[Attention, ...] = ()
     unaligned: frozenset[str] = frozenset()
+    said: frozenset[str] = frozenset()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -81,7 +83,7 @@ def layout_of(module: nn.Module, plan: Mapping[str, str] | None = None, modules:
         >>> layout_of(mlp).kinds
         {'0': 'colwise', '2': 'rowwise'}
     """
-    said = _expand(module, plan or {})
+    said = expanded(module, plan or {})
     within = _within(module, modules)
     own = {name: cast(Kind, kind) for name, kind in plan_of(module).items() if name in within and name not in said}
     given = {**own, **said}
@@ -98,38 +100,47 @@ def layout_of(module: nn.Module, plan: Mapping[str, str] | None = None, modules:
     kinds = {name: kind for name, kind in kinds.items() if parameters_of(module, name)}
     _require_ties(module, kinds)
     unaligned = {name for pair in find_feed_forwards(module, taken) for name in pair.layers}
-    return Layout(kinds, tuple(attentions), frozenset(unaligned & kinds.keys()))
+    return Layout(kinds, tuple(attentions), frozenset(unaligned & kinds.keys()), frozenset(said))
 
 
-def _expand(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Kind]:
-    """The user's plan by name: a name beats a pattern, and of patterns the last one wins."""
+def expanded(module: nn.Module, plan: Mapping[str, str], whose: str = "TensorParallel") -> dict[str, Kind]:
+    """Returns the user's plan by name: a name beats a pattern, and of patterns the last one wins.
+
+    Args:
+        module: The model.
+        plan: Kinds by name or pattern.
+        whose: The plugin that was given it.
+
+    Raises:
+        PlanError: A name or kind is not known, or a layer does not suit its kind.
+    """
     names = [name for name, _ in module.named_modules() if name]
     kinds: dict[str, Kind] = {}
     for pattern, kind in sorted(plan.items(), key=lambda item: item[0] in names):
         if kind not in KINDS:
             raise PlanError(
-                f"TensorParallel's plan says {kind!r} of {pattern!r}, which is nothing that can become of a layer. "
+                f"{whose}'s plan says {kind!r} of {pattern!r}, which is nothing that can become of a layer. "
                 f"Write one of: {'; '.join(f'{name} ({what})' for name, what in KINDS.items())}."
             )
         matching = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
         suited = [name for name in matching if _suits(module.get_submodule(name), kind)]
         if not suited:
-            _refuse(module, pattern, kind, matching)
+            _refuse(module, pattern, kind, matching, whose)
         kinds.update(dict.fromkeys(suited, kind))
     return kinds
 
 
-def _refuse(module: nn.Module, pattern: str, kind: str, matching: Sequence[str]) -> None:
+def _refuse(module: nn.Module, pattern: str, kind: str, matching: Sequence[str], whose: str) -> None:
     if matching:
         found = type(module.get_submodule(matching[0])).__name__
         raise PlanError(
-            f"TensorParallel's plan says {kind!r} of {pattern!r}, which is a {found}. colwise, colwise_joined, rowwise "
+            f"{whose}'s plan says {kind!r} of {pattern!r}, which is a {found}. colwise, colwise_joined, rowwise "
             "and logits are for linear layers, vocabulary for embeddings, and neither for classes with a forward of "
             "their own."
         )
     layers = [name for name, layer in module.named_modules() if is_linear(layer) or isinstance(layer, nn.Embedding)]
     raise PlanError(
-        f"TensorParallel's plan names {pattern!r}, and {type(module).__name__} has no such module. The layers that can "
+        f"{whose}'s plan names {pattern!r}, and {type(module).__name__} has no such module. The layers that can "
         f"be split are: {_some(layers)}."
     )
 
@@ -206,8 +217,8 @@ def _require_ties(module: nn.Module, kinds: Mapping[str, Kind]) -> None:
         if mine is None or (mine in by_rows) != (other[1] in by_rows):
             raise PlanError(
                 f"{name} and {other[0]} share one weight, and the plan says {mine or 'replicate'!r} of the one and "
-                f"{other[1]!r} of the other. Say the same of both in TensorParallel(plan={{...}}): 'vocabulary' of an "
-                "embedding goes with 'logits' of an output layer."
+                f"{other[1]!r} of the other. Say the same of both in plan={{...}}: 'vocabulary' of an embedding goes "
+                "with 'logits' of an output layer."
             )
 
 

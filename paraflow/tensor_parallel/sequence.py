@@ -144,7 +144,7 @@ class _Scatter:
         self._region, self._drops, self._stream = region, drops, stream
 
     def __call__(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        changed = _with_hidden_states(block, args, kwargs, self._cut)
+        changed = with_hidden_states(block, args, kwargs, self._cut)
         if any(self._drops):
             self._stream.begin()
         return changed
@@ -185,10 +185,21 @@ class _Enter:
         self._region = region
 
     def __call__(self, attention: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _with_hidden_states(attention, args, kwargs, self._region.enter)
+        return with_hidden_states(attention, args, kwargs, self._region.enter)
 
 
-def _with_hidden_states(module: nn.Module, args: Any, kwargs: Mapping[str, Any], change: Any) -> Any:
+def with_hidden_states(module: nn.Module, args: Any, kwargs: Mapping[str, Any], change: Any) -> Any:
+    """Returns a module's arguments with its hidden states changed.
+
+    Args:
+        module: The module.
+        args: Its arguments by place; hidden states are the first, [batch, tokens, hidden].
+        kwargs: Its arguments by name.
+        change: What hidden states are given to.
+
+    Raises:
+        DataError: There are none.
+    """
     if args and isinstance(args[0], torch.Tensor):
         return (change(args[0]), *args[1:]), dict(kwargs)
     for name in _HIDDEN_STATES:

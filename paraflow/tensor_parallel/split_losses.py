@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.nn import functional
 
 from paraflow.tensor_parallel.region import Region
 from paraflow.tensor_parallel.split_logits import Hook, SplitLogits, of_all_rows, seen_by
-from paraflow.tensor_parallel.traffic import all_gather, gather_along
+from paraflow.tensor_parallel.traffic import all_gather, begin_gather
 
 
 def cross_entropy(
@@ -151,12 +152,12 @@ class _Rows:
         start = sum(self.own[: self.region.rank])
         return values[start : start + self.own[self.region.rank]]
 
-    def of_all(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradients of all rows' losses, from those of this rank's."""
+    def begin_of_all(self, gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begins to gather the gradients of all rows' losses, and returns what waits for them."""
         gradient = seen_by(self.hooks, gradient)
         if not self.own:
-            return gradient
-        return gather_along(gradient * self.region.share, 0, self.own, self.region.group)
+            return lambda: gradient
+        return begin_gather(gradient * self.region.share, 0, self.own, self.region.group)
 
 
 class _RowLosses(torch.autograd.Function):
@@ -175,7 +176,8 @@ class _RowLosses(torch.autograd.Function):
             weighted = below if rows.weight is None else below * rows.weight
             share = scores.shape[1] if rows.weight is None else rows.weight.sum()
             stats += [weighted.sum(1), torch.ones_like(highest) * share]
-        stats.append(below.exp_().sum(1))
+        powers = below.exp_()
+        stats.append(powers.sum(1))
         all_ranks = _of_all_ranks(torch.stack(stats), rows.region)
         top = _finite(all_ranks[:, 0].amax(0))
         beside = _finite(all_ranks[:, 0]) - top
@@ -184,26 +186,32 @@ class _RowLosses(torch.autograd.Function):
         losses = rows.strength * (log_sum - picked)
         if rows.spread:
             losses += rows.spread * (rows.total * log_sum - (all_ranks[:, 2] + all_ranks[:, 3] * beside).sum(0))
-        ctx.save_for_backward(local, top, log_sum)
-        ctx.rows = rows
+        # Powers take the place of logits, unless they are twice as large.
+        ctx.has_powers = powers.dtype == local.dtype
+        ctx.save_for_backward(powers if ctx.has_powers else local, highest, top, log_sum)
+        ctx.rows, ctx.dtype = rows, local.dtype
         return rows.mine(torch.where(rows.kept, losses, 0.0)).clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         rows: _Rows = ctx.rows
-        local, top, log_sum = ctx.saved_tensors
+        saved, highest, top, log_sum = ctx.saved_tensors
+        of_all = rows.begin_of_all(gradients[0])
+        if ctx.has_powers:
+            result = saved * (highest - top - log_sum).exp()[:, None]
+        else:
+            result = (saved.to(top.dtype) - top[:, None]).sub_(log_sum[:, None]).exp_()
         # Not by a product with 0, since the gradient of a mean over no rows at all is not finite.
-        gradient = rows.of_all(gradients[0]).where(rows.kept, 0.0)
-        result = local.to(_precise(local.dtype)) - top[:, None]
-        result.sub_(log_sum[:, None]).exp_().mul_((gradient * (rows.strength + rows.spread * rows.total))[:, None])
+        gradient = of_all().where(rows.kept, 0.0)
+        result.mul_((gradient * (rows.strength + rows.spread * rows.total))[:, None])
         if result.shape[1]:
             at_target = (gradient * rows.strength).where(rows.inside, 0.0)
             result.scatter_add_(1, rows.target.where(rows.inside, 0)[:, None], -at_target[:, None])
         if rows.spread:
             spread = (gradient * rows.spread)[:, None]
             result.sub_(spread if rows.weight is None else spread * rows.weight)
-        return result.to(local.dtype), None
+        return result.to(ctx.dtype), None
 
 
 def _finite(highest: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +27,14 @@ def exchange_sizes(size: int, group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(int(size) for size in sizes)
 
 
-def all_gather(joined: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Fills a tensor with those of all ranks, one behind the other along dimension 0; all are contiguous."""
+def all_gather(joined: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False) -> Any:
+    """Fills a tensor with those of all ranks, one behind the other along dimension 0; all are contiguous.
+
+    Returns:
+        What to wait for, where that is asked for.
+    """
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
-    gather(joined, x, group=group)
+    return gather(joined, x, group=group, async_op=async_op)
 
 
 def _reduce_scatter(mine: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -54,12 +58,24 @@ def gather_along(x: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.Pr
         sizes: Every rank's size along it.
         group: The ranks.
     """
+    return begin_gather(x, dim, sizes, group)()
+
+
+def begin_gather(
+    x: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup
+) -> Callable[[], torch.Tensor]:
+    """Begins what `gather_along` does, and returns what waits for it."""
     sent = _padded(x, dim, max(sizes))
     joined = sent.new_empty((len(sizes), *sent.shape))
-    all_gather(joined.flatten(0, 1), sent, group)
-    if dim % x.dim() == 0 and min(sizes) == max(sizes):
-        return joined.flatten(0, 1)
-    return torch.cat([part.narrow(dim, 0, size) for part, size in zip(joined, sizes, strict=True)], dim)
+    work = all_gather(joined.flatten(0, 1), sent, group, async_op=True)
+
+    def wait() -> torch.Tensor:
+        work.wait()
+        if dim % x.dim() == 0 and min(sizes) == max(sizes):
+            return joined.flatten(0, 1)
+        return torch.cat([part.narrow(dim, 0, size) for part, size in zip(joined, sizes, strict=True)], dim)
+
+    return wait
 
 
 def reduce_scatter_along(x: torch.Tensor, dim: int, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:

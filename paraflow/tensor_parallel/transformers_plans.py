@@ -49,6 +49,8 @@ def plan_of(module: nn.Module) -> dict[str, str]:
 def _kind(module: nn.Module, name: str, kind: str, layers: list[str]) -> str:
     """The output layer's classes stay split: whatever is not known to work on them joins them."""
     layer = module.get_submodule(name)
+    if kind in ("vocabulary", "colwise_joined") and _is_tied_to_own_code(module, layer):
+        return "replicate"
     if kind == "colwise_joined" and is_linear(layer):
         return "logits" if name == layers[-1] else kind
     if kind in ("colwise", "rowwise", "colwise_joined") and not is_linear(layer):
@@ -56,3 +58,13 @@ def _kind(module: nn.Module, name: str, kind: str, layers: list[str]) -> str:
     if kind == "vocabulary" and not isinstance(layer, nn.Embedding):
         return "replicate"
     return kind
+
+
+def _is_tied_to_own_code(module: nn.Module, layer: nn.Module) -> bool:
+    """Whether a layer's weight is that of an embedding with a forward of its own, such as Gemma's, which scales."""
+    if layer._parameters.get("weight") is None:
+        return False
+    tables = [
+        m for m in module.modules() if isinstance(m, nn.Embedding) and type(m).forward is not nn.Embedding.forward
+    ]
+    return any(layer._parameters.get("weight") is table._parameters["weight"] for table in tables)

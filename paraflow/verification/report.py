@@ -7,10 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 BOUNDS: Mapping[str, float] = {"fp32": 1e-4, "fp16": 3e-2, "bf16": 1e-1}
-"""How far apart numbers may be, relative to their size, by the lowest precision in a plan.
+"""How far losses and gradient norms may be apart, relative to their size, by the lowest precision in a plan.
 
-A single step agrees to about 1e-6 in fp32; some optimizers divide by what is next to nothing, and later steps differ by
-more.
+A single step agrees to about 1e-6 in fp32; later ones differ by more.
+"""
+
+PARAMETER_BOUNDS: Mapping[str, float] = {"fp32": 1e-3, "fp16": 1e-1, "bf16": 3e-1}
+"""How far parameters may be apart, as a share of the way that they have come.
+
+Adam divides by the size of each gradient, so that a rounding of a small one leads as far as one of a large.
 """
 
 _SHOWN = 10
@@ -41,7 +46,8 @@ class Verification:
             as a share of the length of the way that it has come.
         noise: Parameters whose gradient is nothing but rounding (the biases of attention's keys, for example): Adam
             makes large steps of it, in any direction, and they are not compared with the bound.
-        bound: What the differences are compared with.
+        bound: What the differences of losses and norms are compared with.
+        parameter_bound: What those of parameters are compared with.
         without_dropout: Whether dropout was switched off, since other ranks draw other numbers.
         draws: Whether a step draws random numbers all the same: then the two trainings cannot be the same.
         note: What else is to be known, or "".
@@ -58,6 +64,7 @@ class Verification:
     parameters: Mapping[str, float] = field(default_factory=dict)
     noise: Sequence[str] = ()
     bound: float = BOUNDS["fp32"]
+    parameter_bound: float = PARAMETER_BOUNDS["fp32"]
     without_dropout: bool = False
     draws: bool = False
     note: str = ""
@@ -87,12 +94,14 @@ class Verification:
     @property
     def agrees(self) -> bool:
         """Whether everything is within the bound."""
-        return all(difference <= self.bound for difference in (self.loss, self.norm, *self.compared.values()))
+        numbers = all(difference <= self.bound for difference in (self.loss, self.norm))
+        return numbers and all(difference <= self.parameter_bound for difference in self.compared.values())
 
     def __str__(self) -> str:
         verdict = "trains as one process does" if self.agrees else "does NOT train as one process does"
         lines = [
-            f"The plan ({self.plan}) {verdict}: {len(self.planned.losses)} steps, bound {self.bound:g}.",
+            f"The plan ({self.plan}) {verdict}: {len(self.planned.losses)} steps, bounds "
+            f"{self.bound:g} and, for parameters, {self.parameter_bound:g}.",
             f"  loss           {self.loss:.1e}   {_steps(self.planned.losses, self.alone.losses)}",
         ]
         if self.planned.norms:
@@ -115,7 +124,7 @@ class Verification:
 
     def _beyond(self) -> list[str]:
         """The parameters beyond the bound, the worst first."""
-        beyond = [name for name, difference in self.compared.items() if not difference <= self.bound]
+        beyond = [name for name, difference in self.compared.items() if not difference <= self.parameter_bound]
         lines = [f"    {self.parameters[name]:.1e}  {name}" for name in beyond[:_SHOWN]]
         return [*lines, f"    and {len(beyond) - _SHOWN} more"] if len(beyond) > _SHOWN else lines
 

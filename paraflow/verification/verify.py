@@ -28,13 +28,13 @@ from paraflow.mesh import Mesh
 from paraflow.parts import is_spread, local, part_for
 from paraflow.resolve import Request
 from paraflow.verification.dropout import without_dropout
-from paraflow.verification.report import BOUNDS, Measured, Verification
+from paraflow.verification.report import BOUNDS, PARAMETER_BOUNDS, Measured, Verification
 
 if TYPE_CHECKING:
     from paraflow.trainer import Trainer
 
 _SAME_MATHEMATICS = ("precision", "clip_norm")
-_ROUNDING = 1e-5
+_ROUNDING = {"fp32": 1e-5, "fp16": 1e-3, "bf16": 1e-2}
 
 
 class _Recorder(Callback):
@@ -113,7 +113,8 @@ def verify(
         alone=Measured(said["losses"], said["norms"] if mine.recorder.norms else []),
         parameters=_compared(engine, dict(reference.named_parameters()), before, significant),
         noise=tuple(said["noise"]),
-        bound=_bound(engine),
+        bound=max(BOUNDS[name] for name in _precisions(engine)),
+        parameter_bound=max(PARAMETER_BOUNDS[name] for name in _precisions(engine)),
         without_dropout=mode.seen,
         draws=said["draws"],
         note=_note(engine),
@@ -171,13 +172,13 @@ def _alone(task: _Task, engine: Engine, model: nn.Module) -> tuple[str, dict[str
         return json.dumps({"failure": f"{type(error).__name__}: {error}"}), {}
     model.to("cpu")
     recorder = done.recorder
-    significant = _significant(recorder.gradients)
+    significant = _significant(recorder.gradients, max(_ROUNDING[name] for name in _precisions(engine)))
     noise = [name for name, elements in significant.items() if elements.numel() and not elements.any()]
     said = {"losses": recorder.losses, "norms": recorder.norms, "noise": noise, "draws": recorder.draws}
     return json.dumps(said), significant
 
 
-def _significant(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _significant(gradients: Mapping[str, torch.Tensor], rounding: float) -> dict[str, torch.Tensor]:
     """Which elements have a gradient that is more than rounding beside those of their layer.
 
     Adam divides by a gradient's size, so it makes as large a step of rounding as of anything: the biases of attention's
@@ -188,7 +189,7 @@ def _significant(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
         layer = name.rpartition(".")[0]
         layers[layer] = max(layers.get(layer, 0.0), float(size.max()) if size.numel() else 0.0)
     return {
-        name: ((size == 0) | (size > _ROUNDING * layers[name.rpartition(".")[0]])).cpu()
+        name: ((size == 0) | (size > rounding * layers[name.rpartition(".")[0]])).cpu()
         for name, size in gradients.items()
     }
 
@@ -249,11 +250,16 @@ def _from_first(mesh: Mesh, expected: torch.Tensor) -> torch.Tensor:
 def _apart(
     value: torch.Tensor, expected: torch.Tensor, before: torch.Tensor | None, counts: torch.Tensor
 ) -> tuple[float, float]:
-    """The squared differences of what this rank holds, summed, and the squared way that it has come."""
+    """The squared differences of what this rank holds, summed, and the squared way that it has come.
+
+    What storing a value rounds is no difference: beside a short way from a large value it would look like one.
+    """
     held = local(value.detach()).cpu().double()
     after, counted = _same_part(expected, value), _same_part(counts, value)
     started = torch.zeros_like(after) if before is None else _same_part(before, value)
-    return float((counted * (held - after) ** 2).sum()), float((counted * (after - started) ** 2).sum())
+    stored = torch.finfo(value.dtype).eps * after.abs() if value.is_floating_point() else 0.0
+    difference = ((held - after).abs() - stored).clamp(min=0)
+    return float((counted * difference**2).sum()), float((counted * (after - started) ** 2).sum())
 
 
 def _same_part(whole: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -272,9 +278,8 @@ class _Whole:
         return self._tensor[box]
 
 
-def _bound(engine: Engine) -> float:
-    used = {engine.plan.precision, engine.plan.comm_hook or "fp32"}
-    return max(BOUNDS[name] for name in used)
+def _precisions(engine: Engine) -> set[str]:
+    return {engine.plan.precision, engine.plan.comm_hook or "fp32"}
 
 
 def _note(engine: Engine) -> str:

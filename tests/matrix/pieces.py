@@ -47,8 +47,8 @@ def joined(states: Sequence[Any]) -> Any:
     """Returns the whole state of all ranks' pieces; those that hold the same part must hold the same, to the bit."""
     first = states[0]
     if isinstance(first, Mapping):
-        assert all(state.keys() == first.keys() for state in states)
-        return {key: joined([state[key] for state in states]) for key in first}
+        keys = dict.fromkeys(key for state in states for key in state)  # a stage has state of its own parameters only
+        return {key: joined([state[key] for state in states if key in state]) for key in keys}
     if not isinstance(first, Piece):
         assert all(state == first for state in states)
         return first

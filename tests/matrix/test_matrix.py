@@ -9,7 +9,8 @@ import pytest
 import torch.distributed as dist
 
 import paraflow as pf
-from paraflow.compatibility import Pair, pairs
+from paraflow.compatibility import FEATURES, Pair, pairs
+from paraflow.compatibility.entries import LAYOUTS, MEMORY
 from tests.matrix.comparison import assert_loads_alike, assert_trained_alike
 from tests.matrix.models import CASES
 from tests.matrix.training import BATCH, Job, trainer_of
@@ -17,9 +18,30 @@ from tests.matrix.training import BATCH, Job, trainer_of
 ALL = list(pairs())
 
 
+TELLING = ("tp 4", "pp 4", "fsdp 2 × tp 2", "dp 2 × pp 2", "tp 2 × pp 2")
+SPARING = ("fsdp 2 × tp 2", "dp 2 × pp 2")  # of them all that saves memory is quick, too
+EVERYWHERE = ("nothing else", "accumulation", "tied weights", "dropout", "resume from one device")
+
+
+def _is_slow(pair: Pair) -> bool:
+    """Whether a pair is left to the slow tests: of layers that are divided, what others nearly show."""
+    layout, feature = pair.strategy, pair.feature
+    if "compile" in pair.fields or not layout.divides_layers:
+        return "compile" in pair.fields
+    if feature in MEMORY:
+        return layout.name not in SPARING
+    return layout.name not in TELLING and feature.name not in EVERYWHERE
+
+
 def _marked(pair: Pair) -> Any:
     together = pytest.mark.xdist_group(f"{pair.strategy.name} on {pair.ranks}")  # they are trained in one call
-    return pytest.param(pair, id=pair.name, marks=[together, *([pytest.mark.slow] if "compile" in pair.fields else [])])
+    return pytest.param(pair, id=pair.name, marks=[together, *([pytest.mark.slow] if _is_slow(pair) else [])])
+
+
+def test_what_is_left_to_the_slow_tests_is_named_as_in_the_table() -> None:
+    layouts = {layout.name for layout in LAYOUTS if layout.divides_layers}
+    assert layouts.issuperset((*TELLING, *SPARING))
+    assert {feature.name for feature in FEATURES}.issuperset(EVERYWHERE)
 
 
 @pytest.mark.matrix

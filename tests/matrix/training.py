@@ -5,7 +5,11 @@ from __future__ import annotations
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+
+import torch
+from torch import nn
 
 import paraflow as pf
 from tests.matrix.models import CASES
@@ -44,6 +48,8 @@ class Outcome:
         spared: In the last step, how often ``blocks`` have run, and the ``copies`` of activations to the host; of a
             whole outcome on all ranks together.
         begun: What `state` was before the first step, after a checkpoint was taken up.
+        drawn: What each call of a dropout layer in training has kept, by the layer's name; of a whole outcome a list of
+            that, one for each rank.
         state: Parameters with buffers, the optimizer's state by parameter name, averages and predictions: of each
             tensor what this rank holds (`tests.matrix.pieces`), until they are `whole`.
     """
@@ -53,6 +59,7 @@ class Outcome:
     metrics: dict[str, Any] = field(default_factory=dict)
     spared: dict[str, int] = field(default_factory=dict)
     begun: dict[str, Any] = field(default_factory=dict)
+    drawn: Any = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
 
 
@@ -63,7 +70,8 @@ def whole(outcomes: Sequence[Outcome]) -> Outcome:
         assert (other.losses, other.norms, other.metrics) == (first.losses, first.norms, first.metrics)
     state, begun = (joined([getattr(outcome, name) for outcome in outcomes]) for name in ("state", "begun"))
     spared = {name: sum(outcome.spared[name] for outcome in outcomes) for name in first.spared}
-    return Outcome(first.losses, first.norms, first.metrics, spared, begun, state)
+    drawn = [outcome.drawn for outcome in outcomes]
+    return Outcome(first.losses, first.norms, first.metrics, spared, begun, drawn, state)
 
 
 class Recorder(pf.Callback):
@@ -88,6 +96,7 @@ def train(job: Job) -> Outcome:
     """Trains for a few steps, saves, and says what came of it."""
     case, outcome = CASES[job.run], Outcome()
     model, data = case.model(), case.data(case.count)
+    outcome.drawn = noted_draws(model)
     with observed() as seen:
         trainer = trainer_of(job, [*case.callbacks(), Recorder(outcome, seen)])
         history = trainer.fit(model, data, data, batch_size=BATCH, resume=job.source)
@@ -99,6 +108,21 @@ def train(job: Job) -> Outcome:
     if job.folder is not None:
         trainer.save(job.folder)
     return outcome
+
+
+def noted_draws(model: nn.Module) -> dict[str, list[torch.Tensor]]:
+    """Returns what will hold, for each dropout layer, which elements each forward of a training has kept."""
+    drawn: dict[str, list[torch.Tensor]] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Dropout) and layer.p > 0:
+            layer.register_forward_hook(partial(_note, drawn.setdefault(name, [])))
+    return drawn
+
+
+def _note(kept: list[torch.Tensor], layer: nn.Module, args: Any, output: torch.Tensor) -> None:
+    again = torch._C._current_graph_task_id() != -1  # in a backward
+    if layer.training and type(output) is torch.Tensor and not again:
+        kept.append(output.detach() != 0)
 
 
 def trainer_of(job: Job, callbacks: Sequence[pf.Callback] = ()) -> pf.Trainer:

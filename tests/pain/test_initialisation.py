@@ -156,10 +156,12 @@ X = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize(
-    "plan", [{"fsdp": 2}, {"fsdp": 2, "cpu_offload": "optimizer"}, {"fsdp": 2, "zero": 1}], ids=str
+    "plan",
+    [{"fsdp": 2}, {"fsdp": 2, "cpu_offload": "optimizer"}, {"fsdp": 2, "zero": 1}, {"tp": 2}],
+    ids=str,
 )
 def test_every_implementation_of_an_optimizer_applies_the_same(ranks: Any, plan: dict[str, Any]) -> None:
-    """pytorch#126670, #153354, #183207, TransformerEngine#2424: foreach and fused optimizers over shards."""
+    """pytorch#126670, #153354, #183207, TransformerEngine#2424: foreach and fused optimizers over parts."""
     expected = by_optimizers({})
     assert len(expected) >= 11
     for results in ranks(2, by_optimizers, plan):

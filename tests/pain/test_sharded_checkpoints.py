@@ -29,7 +29,7 @@ from tests.trainer.test_memory import train
 def image(step: int, rank: int) -> Image:
     """What one of two ranks has of a state: rows of a weight, and on rank 0 the rest."""
     part = torch.full((2 - rank, 4), float(step))
-    place = Place((3, 4), torch.float32, (2 * rank, 0), writes=True)
+    place = Place("model/weight", (3, 4), torch.float32, (2 * rank, 0), writes=True, holders=(0, 1))
     plain = {"model": {"weight": {"__tensor__": "model/weight"}}, "step": step}
     return Image(plain, {"model/weight": part}, {"model/weight": place})
 

@@ -10,7 +10,7 @@ import torch
 import paraflow as pf
 from paraflow.data.order import shuffled
 from paraflow.parts import Elsewhere, whole
-from tests.parity.tasks import CASES
+from tests.parity.tasks import CASES, FURTHER, Case
 
 EPOCHS = 2
 
@@ -35,9 +35,13 @@ class Recorder(pf.Callback):
         self.norms.append(logs["grad_norm"])
 
 
+def case_named(name: str) -> Case:
+    return CASES[name] if name in CASES else FURTHER[name]
+
+
 def by_trainer(name: str, count: int, batch_size: int, **plan: Any) -> Measured:
     """Trains a case under a plan, on this process or as one rank of many."""
-    case, recorder = CASES[name], Recorder()
+    case, recorder = case_named(name), Recorder()
     model, data = case.model(), case.data(count)
     trainer = pf.Trainer(
         max_epochs=EPOCHS, seed=5, progress=False, callbacks=[recorder], **{"clip_norm": float("inf"), **plan}

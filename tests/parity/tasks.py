@@ -122,3 +122,6 @@ CASES: dict[str, Case] = {
     "token means": Case(TokenMeans, tokens, _token_loss),
     "own loss": Case(OwnLoss, lambda count: as_mapping(tokens(count)), _token_loss),
 }
+
+FURTHER: dict[str, Case] = {}
+"""What single tests train beside these, and add when they are imported."""

@@ -11,7 +11,7 @@ import paraflow as pf
 from paraflow.models import CausalLM, CausalLMConfig, MaskedLM, MaskedLMConfig
 from tests.models.test_transformers import build, rows
 from tests.parity.runs import Measured, assert_same, by_hand, by_trainer
-from tests.parity.tasks import CASES, Case, Classification, samples
+from tests.parity.tasks import FURTHER, Case, Classification, samples
 
 BATCH = 12
 COUNT = 23  # and a last batch of 11
@@ -60,7 +60,7 @@ def by_one_process(*_: Any) -> Any:
     raise NotImplementedError
 
 
-CASES.update(
+FURTHER.update(
     {
         "deep": Case(Deep, samples, by_one_process),
         "causal": Case(causal, tokens, by_one_process),

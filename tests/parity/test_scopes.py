@@ -8,7 +8,18 @@ from typing import Any
 import paraflow as pf
 from paraflow import scope_plans
 from tests.pool import Pool
-from tests.scopes.models import Blocks, Fits, HeadBeside, Inside, RowsBeside, Staged, TableBeside, sentences, vectors
+from tests.scopes.models import (
+    Blocks,
+    Fits,
+    HeadBeside,
+    Inside,
+    RowsBeside,
+    Staged,
+    TableBeside,
+    TiedBeside,
+    sentences,
+    vectors,
+)
 from tests.scopes.runs import Trained, assert_same, train
 
 COUNT = 13  # the last batch leaves ranks without a sample
@@ -18,11 +29,13 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "pair and norm": (partial(HeadBeside, 10, deep=True), {}),
     "by inputs": (RowsBeside, {}),
     "table": (TableBeside, {}),
+    "tied": (TiedBeside, {}),
+    "over 2 of 4": (partial(HeadBeside, 1003, deep=True, over=2), {"accumulate": 2, "deferred": True}),
 }
 
 
 def _data(name: str) -> Any:
-    return sentences(COUNT) if name == "table" else vectors(COUNT)
+    return sentences(COUNT) if name in ("table", "tied") else vectors(COUNT)
 
 
 def train_all() -> dict[str, Trained]:
@@ -39,7 +52,8 @@ def test_splits_beside_replicas(ranks: Pool) -> None:
         assert_same([rank[name] for rank in many], one[name])
     assert many[0]["clipped, deferred"].spread == ["head.weight", "head.bias"]
     split = ("0.weight", "0.bias", "2.weight", "4.weight", "4.bias")
-    assert many[0]["pair and norm"].spread == [f"head.{name}" for name in split]
+    assert many[0]["pair and norm"].spread == many[0]["over 2 of 4"].spread == [f"head.{name}" for name in split]
+    assert many[0]["tied"].spread == ["table.weight"]
 
 
 def train_inside() -> Trained:

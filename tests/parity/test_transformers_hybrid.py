@@ -1,4 +1,4 @@
-"""Models of transformers, as they come: split layers, stages, and both, train to what plain torch gives on one process."""
+"""Models of transformers, as they come, train in split layers, stages and both to what plain torch gives by itself."""
 
 from __future__ import annotations
 
@@ -161,8 +161,7 @@ def verified(plans: list[dict[str, Any]]) -> list[tuple[bool, str]]:
         for name in MODELS:
             model = pf.configure(model_of(name), **RECIPES[name])
             result = pf.Trainer(progress=False, seed=5, **plan).verify(model, padded(name), steps=3, batch_size=BATCH)
-            numbers = (result.loss, result.norm, *result.parameters.values())
-            found.append((result.agrees and max(numbers) < 1e-4, str(result)))
+            found.append((result.agrees and max(result.loss, result.norm) < 1e-5, str(result)))
     return found
 
 

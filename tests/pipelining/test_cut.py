@@ -212,3 +212,26 @@ def test_what_is_taken_out_of_recurrent_layers_is_let_go_of() -> None:
     model = nn.Sequential(nn.LSTM(4, 4), nn.Linear(4, 4))
     hollow(model, cut(model, 2), [1], [])
     assert list(model[0]._flat_weights) == [None] * 4  # type: ignore[arg-type]
+
+
+class HeadFirst(nn.Module):
+    """Its layers are made in another order than they are called in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.norm = nn.LayerNorm(4)
+        self.unused = nn.Linear(1, 1)
+        self.stem = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.stem(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_units_stand_in_the_order_in_which_forward_has_them() -> None:
+    names = [unit.name for unit in units_of(HeadFirst())]
+    assert names == ["stem", "norm", "blocks.0", "blocks.1", "unused", "head"]

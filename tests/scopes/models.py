@@ -19,11 +19,20 @@ def top3(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 class HeadBeside(pf.Model):
     """Features that are replicated, and a head that is split over the ranks that make them, unless `scoped` is off."""
 
-    def __init__(self, classes: int = 10, smoothing: float = 0.0, *, deep: bool = False, scoped: bool = True) -> None:
+    def __init__(
+        self,
+        classes: int = 10,
+        smoothing: float = 0.0,
+        *,
+        deep: bool = False,
+        scoped: bool = True,
+        over: int | None = None,
+        ranks: int | None = None,
+    ) -> None:
         super().__init__()
-        with _maybe(pf.replica(), scoped):
+        with _maybe(pf.replica(ranks), scoped):
             self.features = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
-        with _maybe(pf.split(), scoped):
+        with _maybe(pf.split(over), scoped):
             self.head = _deep_head(classes) if deep else nn.Linear(8, classes)
         loss = nn.CrossEntropyLoss(label_smoothing=smoothing)
         self.configure(optimizer="adamw", lr=1e-2, loss=loss, metrics={"accuracy": "accuracy", "top3": top3})
@@ -62,6 +71,22 @@ class TableBeside(pf.Model):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.table(tokens).mean(1))
+
+
+class TiedBeside(pf.Model):
+    """An embedding and the output layer that has its weight, both split over ranks with samples of their own."""
+
+    def __init__(self, *, scoped: bool = True) -> None:
+        super().__init__()
+        with _maybe(pf.split(), scoped):
+            self.table = nn.Embedding(17, 8)
+            self.head = nn.Linear(8, 17, bias=False)
+            self.head.weight = self.table.weight
+        self.middle = nn.Linear(8, 8)
+        self.configure(optimizer="sgd", lr=0.5, loss="cross_entropy", metrics=["accuracy"])
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.middle(self.table(tokens)).tanh().mean(1))
 
 
 class Inside(pf.Model):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from typer.testing import CliRunner
 import paraflow as pf
 from paraflow.cli import main
 from paraflow.explaining import explain, explain_script
-from paraflow.task_graph import Traffic, task_graph, traffic_of
+from paraflow.moves import Traffic
+from paraflow.task_graph import task_graph, traffic_of
+from tests.pool import Pool
 from tests.scopes.models import Blocks, HeadBeside
+from tests.scopes.moves import sent_and_said
 
 HEAD = """
 import sys
@@ -55,7 +59,8 @@ def test_a_script_is_explained_as_on_so_many_ranks(script: Path) -> None:
         "replica features 128 0 to 3 128",
         "split (split over data ranks) head 9,000 0 to 3 2,250",
         "gradients of 128 parameters, averaged 4 replicas 768 B",
-        "inputs of head, gathered, and their gradients 4 data ranks 1.5 KiB",  # 2 · 3 ranks · 8 samples · 8 features
+        "inputs of head, gathered, and their gradients 4 data ranks 768 B",  # 2 · 3 ranks · 8 samples · 8 features · 2
+        "labels, maxima, sums and targets' scores of the rows of head 4 data ranks 1.4 KiB",  # 3 · 8 · (12 + 4 · 12)
     ):
         assert line in said, "\n".join(said)
     assert {name: os.environ.get(name) for name in places} == before
@@ -102,7 +107,7 @@ def test_stages_have_ranks_of_their_own_and_boundaries() -> None:
     ]
     assert sum(node.parameters for node in graph.nodes) == sum(p.numel() for p in model.parameters())
     boundary = next(move for move in graph.moves if "stage 1" in move.between and "stage 0" in move.between)
-    assert boundary.bytes == 2 * 4 * (2 * 5 * 8 * 4)
+    assert boundary.bytes == 4 * (2 * 5 * 8 * 4)  # of each rank: one sends activations, the other gradients
     unknown = task_graph(model, plan, {})
     assert [move.bytes for move in unknown.moves if "blocks.1" in move.what] == [None]
 
@@ -111,16 +116,63 @@ def test_what_is_split_is_held_in_parts() -> None:
     plan = pf.Plan(tp=2, dp=2, options={"tensor_parallel": {"modules": ("blocks",)}})
     graph = task_graph(Blocks(scoped=False), plan, {})
     split = next(node for node in graph.nodes if node.layout == "split")
-    assert split.held == -(-split.parameters // 2)
+    assert split.held == split.parameters - 4 * (8 * 16 + 8)  # of blocks 8 → 16 → 8, the bias behind stays whole
     whole = next(node for node in graph.nodes if node.layout == "replica")
     assert whole.held == whole.parameters
     assert {move.between for move in graph.moves} == {"2 replicas", "2 parts"}
 
 
+def test_the_bytes_are_those_that_are_sent(ranks: Pool) -> None:
+    for beside in (False, True):
+        for sent, said, unknown in ranks(2, sent_and_said, beside):
+            assert sent == said > 0
+            assert unknown == set()
+
+
+class Heads(nn.Module):
+    """An attention of three heads, of which two ranks hold two and one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = 3, 4
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(12, 12) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, 4)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_uneven_heads_and_features_are_held_as_they_lie() -> None:
+    graph = task_graph(Heads(), pf.Plan(tp=2), {})
+    (node,) = graph.nodes
+    assert node.held == node.parameters == 4 * 13 * 12
+    assert [move.bytes for move in graph.moves if "whole on each rank" in move.what] == [4 * (3 * 13 + 12) * 12]
+    pair = nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, 2))
+    (node,) = task_graph(pair, pf.Plan(tp=2), {}).nodes
+    assert node.held == 4 * (4 + 1 + 2) + 2
+
+
+def gathers(**fields: Any) -> list[int | None]:
+    """The bytes of what shards send: parameters, then gradients, in units of all parameters' shards."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    moves = task_graph(model, pf.Plan(fsdp=2, **fields), {}).moves
+    return [move.bytes // 64 for move in moves if move.between == "2 shards" and move.bytes is not None]
+
+
+def test_shards_are_gathered_as_often_as_they_are_let_go_of() -> None:
+    assert gathers(accumulate=3) == [2 * 3, 3]
+    assert gathers(accumulate=3, zero=2) == [1, 3]
+    assert gathers(accumulate=3, zero=1) == [1, 1]
+    staged = {"stages": (("0",), ("1",))}
+    half = gathers(accumulate=4, pp=2, options={"pipeline": staged})
+    assert half == [0, 2]  # of half of the parameters: once a step
+    assert gathers(accumulate=4, pp=2, options={"pipeline": {**staged, "reshard": True}}) == [4, 2]
+
+
 def test_traffic_is_that_of_the_first_call() -> None:
     layer = nn.Sequential(nn.Linear(4, 2))
     found = traffic_of(layer, lambda: (layer(torch.zeros(3, 4)), layer(torch.zeros(5, 4))))
-    assert found == {"0": Traffic(3 * 4 * 4, 3 * 2 * 4, 3)}
+    assert found == {"0": Traffic(3 * 4 * 4, 3 * 2 * 4, 3, has_gradient=False)}
 
 
 def test_a_model_whose_step_needs_values_is_explained_without_activations(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,8 @@ def test_a_split_in_a_replica_is_tensor_parallel() -> None:
     assert said(split_block(), 4, dp=2) == {"tp": 2, "options": modules}
     assert said(split_block(), 4, tp=2) == {"tp": 2, "options": modules}
     assert said(split_block(None, 2), 4) == {"tp": 2, "options": modules}
-    assert said(split_block(2, 4), 4) == {"tp": 2, "options": modules}
+    assert said(split_block(2, 2), 4) == {"tp": 2, "options": modules}
+    assert said(split_block(2, 4), 4, fsdp=2) == {"tp": 2, "options": modules}
 
 
 def test_a_split_around_everything_needs_no_names() -> None:
@@ -68,9 +69,19 @@ def test_a_split_beside_replicas_is_over_the_data_ranks() -> None:
                 self.head = nn.Linear(2, 9)
 
     assert said(Uncovered(), 4) == {"options": {"split": {"modules": ("head",), "plan": {"head": "colwise"}}}}
-    with pytest.raises(pf.PlanError, match=r"split\(4\) stands beside replicas in Uncovered.*there are 8"):
-        said(Uncovered(), 8)
+    assert said(Uncovered(), 8)["options"]["split"]["degree"] == 4
+    with pytest.raises(pf.PlanError, match=r"split\(4\) beside replicas in Uncovered.*6 data ranks\. Start 4, 8 or 12"):
+        said(Uncovered(), 6)
     assert said(Uncovered(), 4, dp=1, fsdp=4) != {}  # the plugin's rule refuses it
+
+
+def test_a_dimension_that_a_layer_cannot_be_split_along_is_refused() -> None:
+    for layer in (nn.Embedding(20, 8), nn.MultiheadAttention(8, 2)):
+        beside = nn.ModuleDict({"features": nn.Linear(2, 2)})
+        with pf.split(dim=1):
+            beside["layer"] = layer
+        with pytest.raises(pf.PlanError, match=r"split\(dim=1\) in ModuleDict stands around layer"):
+            said(beside, 4)
 
 
 def test_stages_are_the_pipelines_and_hold_what_no_scope_covers() -> None:
@@ -117,7 +128,9 @@ def test_splits_in_stages_have_one_degree() -> None:
         (split_block(2), 3, "take 2 ranks, of which a world of 3 is no multiple. Start 2, 4 or 6 processes"),
         (Blocks(), 3, "take 2 ranks, of which a world of 3 is no multiple"),
         (Blocks(width=2), 6, "take 4 ranks, of which a world of 6 is no multiple. Start 4, 8 or 12 processes"),
-        (split_block(2, 3), 6, r"replica\(3\) in Sequential holds scopes that take 2 ranks"),
+        (split_block(2, 3), 6, r"replica\(3\) in Sequential holds what takes 2 ranks, not 3"),
+        (split_block(2, 4), 4, r"replica\(4\) in Sequential holds what takes 2 ranks, not 4"),
+        (HeadBeside(ranks=2), 4, r"replica\(2\) in HeadBeside holds what takes 1 rank, not 2. Write replica\(\)"),
     ],
 )
 def test_a_world_that_does_not_fit_is_told_which_would(model: nn.Module, world: int, message: str) -> None:

@@ -16,7 +16,7 @@ from paraflow.parts import local
 from paraflow.plugins.split import kinds_of
 from paraflow.resolve import Request, resolve
 from tests.pool import Pool
-from tests.scopes.models import HeadBeside, vectors
+from tests.scopes.models import HeadBeside, TiedBeside, vectors
 
 COUNT = 13  # the last batch leaves ranks without a sample
 CLASSES = 100_003
@@ -32,9 +32,9 @@ def trained(model: nn.Module, folder: Path | None, epochs: int, resume: Path | N
     return {name: local(value).detach().clone() for name, value in model.state_dict().items()}
 
 
-def made(*, scoped: bool = True) -> HeadBeside:
+def made(over: int | None = None, *, scoped: bool = True) -> HeadBeside:
     torch.manual_seed(3)
-    return HeadBeside(deep=True, scoped=scoped)
+    return HeadBeside(deep=True, scoped=scoped, over=over)
 
 
 def resume_all(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
@@ -43,6 +43,7 @@ def resume_all(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
         "resumed": trained(made(), folder / "resumed", 2, folder / "four"),
         "never stopped": trained(made(), None, 2),
         "from one": trained(made(), folder / "from one", 2, folder / "one"),
+        "over two": trained(made(2), folder / "over two", 2, folder / "four"),
     }
 
 
@@ -54,7 +55,7 @@ def test_any_plan_resumes_from_what_it_saved(ranks: Pool, tmp_path: Path) -> Non
     from_four = trained(made(scoped=False), None, 2, tmp_path / "four")
     for name, value in alone.items():
         torch.testing.assert_close(from_four[name], value, rtol=1e-5, atol=1e-5, msg=name)
-    for folder in ("from one", "resumed"):
+    for folder in ("from one", "resumed", "over two"):
         end = trained(made(scoped=False), None, 2, tmp_path / folder)  # nothing is left to train
         for name, value in alone.items():
             torch.testing.assert_close(end[name], value, rtol=1e-5, atol=1e-5, msg=name)
@@ -85,20 +86,39 @@ class Watch(pf.Callback):
         self.sizes.__exit__(None, None, None)
 
 
-def train_watched() -> set[int]:
+def train_watched(classes: int, scoped: bool, fields: dict[str, Any]) -> set[int]:
     watch = Watch()
     with pf.deferred_init():
-        model = HeadBeside(CLASSES)
+        model = HeadBeside(classes, scoped=scoped)
     x, y = vectors(8)
-    trainer = pf.Trainer(max_steps=1, progress=False, callbacks=[watch], clip_norm=1.0)
+    trainer = pf.Trainer(max_steps=1, progress=False, callbacks=[watch], clip_norm=1.0, **fields)
     trainer.fit(model, (x, y), (x, y), batch_size=8)
     return watch.sizes.seen
 
 
 def test_no_rank_ever_has_all_classes(ranks: Pool) -> None:
-    for rank, seen in enumerate(ranks(4, train_watched)):
-        assert CLASSES not in seen
-        assert -(-CLASSES // 4) in seen or rank == 3
+    for fields in ({}, {"tp": 4}):
+        for rank, seen in enumerate(ranks(4, train_watched, CLASSES, not fields, fields)):
+            assert CLASSES not in seen
+            assert -(-CLASSES // 4) in seen or rank == 3
+
+
+@pytest.mark.slow
+def test_no_rank_ever_has_a_million_classes(ranks: Pool) -> None:
+    for seen in ranks(4, train_watched, 1_000_000, True, {}):
+        assert max(seen) == 250_000
+
+
+def train_again() -> list[float]:
+    model, data = HeadBeside(deep=True), vectors(COUNT)
+    first = pf.Trainer(max_epochs=1, progress=False)
+    first.fit(model, data, batch_size=8)
+    return [trainer.evaluate(model, data, batch_size=8)["loss"] for trainer in (first, pf.Trainer(progress=False))]
+
+
+def test_a_model_that_is_split_already_is_used_again(ranks: Pool) -> None:
+    for before, after in ranks(2, train_again):
+        assert before == pytest.approx(after, rel=1e-6)
 
 
 class ReadsWeights(nn.Module):
@@ -144,6 +164,46 @@ def test_what_it_cannot_stand_beside_is_refused(
         resolve(Request(flags=flags).with_scopes(HeadBeside(), device), device, 8)
 
 
+def test_what_is_said_of_a_layer_wins() -> None:
+    deep = HeadBeside(deep=True)
+    joined = {"head.0": "colwise_joined", "head.2": "colwise_joined", "head.4": "logits"}
+    assert kinds_of(deep, ["head"], {"head.2": "colwise"}) == joined
+    assert kinds_of(deep, ["head"], {"head.*": "colwise"}) == joined
+    pair = {"head.0": "colwise", "head.2": "rowwise", "head.4": "logits"}
+    assert kinds_of(deep, ["head"], {"head.0": "colwise", "head.2": "rowwise"}) == pair
+    assert kinds_of(deep, ["head"], {"head.4": "rowwise"}) == {**pair, "head.4": "rowwise"}
+    assert kinds_of(deep, ["head"], {"head.0": "replicate", "head.2": "replicate"}) == {"head.4": "logits"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"head.4": "sideways"}, "Split's plan says 'sideways' of 'head.4'"),
+        ({"tail": "colwise"}, "Split's plan names 'tail', and HeadBeside has no such module"),
+        ({"head.4": "vocabulary"}, "Split's plan says 'vocabulary' of 'head.4', which is a Linear"),
+        ({"features.0": "colwise"}, "'features.0', which is in none of its modules"),
+        ({"head.4": "partial"}, "'head.4', which cannot be 'partial'"),
+    ],
+)
+def test_what_cannot_be_said_of_a_layer_is_refused(plan: dict[str, str], message: str) -> None:
+    with pytest.raises(pf.PlanError, match=message):
+        kinds_of(HeadBeside(deep=True), ["head"], plan)
+
+
+def test_tied_layers_are_split_together_or_not_at_all() -> None:
+    tied = TiedBeside()
+    assert kinds_of(tied, ["table", "head"]) == {"table": "vocabulary", "head": "logits"}
+    for alone in ("table", "head"):
+        with pytest.raises(pf.PlanError, match="are one parameter, and the split would divide only the first"):
+            kinds_of(tied, [alone])
+    with pytest.raises(pf.PlanError, match="table and head share one weight"):
+        kinds_of(tied, ["table", "head"], {"head": "rowwise"})
+
+
 def test_names_are_a_list() -> None:
     with pytest.raises(pf.PlanError, match="takes a list of names"):
         pf.plugins.Split("head")
+    with pytest.raises(pf.PlanError, match="maps names or patterns"):
+        pf.plugins.Split(["head"], plan="colwise")  # type: ignore[arg-type]  # what is refused
+    with pytest.raises(pf.PlanError, match="whole number of at least 2"):
+        pf.plugins.Split(["head"], degree=1)

@@ -162,6 +162,11 @@ def shared_inputs() -> None:
     assert one.grad_fn.next_functions[1][0] is two.grad_fn.next_functions[1][0]
     del hidden
     assert region._entered is None  # what came in is let go with the last use of its input
+    outside = layers[0](x.detach())
+    with torch.inference_mode():  # where torch counts no changes: what came in is brought in anew
+        same = x * 1.0
+        torch.testing.assert_close(layers[0](same), outside)
+        torch.testing.assert_close(layers[0](same.mul_(2)), layers[0](x * 2.0))
     rows = nn.Linear(4, 4)
     split_rows(rows, region)
     with pytest.raises(ModelError, match="was given 3 features"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,86 @@ def test_what_cannot_be_is_refused_with_the_remedy(ranks: Any) -> None:
         assert "Pad sequences to a multiple of 2" in said[3]
         assert "takes a ModuleList or Sequential of blocks" in said[4]
         assert "Adafactor divides by norms of whole rows" in said[5]
+
+
+class Penalised(Whole):
+    """Adds a penalty on all weights to its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 1_001)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        return loss + 1e-3 * sum(parameter.pow(2).sum() for parameter in self.parameters())
+
+
+def refused(run: Any) -> str:
+    try:
+        run()
+    except pf.ParaflowError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def again() -> dict[str, Any]:
+    """Runs of a model that an earlier Trainer has split, and of one with a penalty."""
+    model, data = causal_lm(tied=False), rows()
+    once = trained(model, data)
+    quiet = {"max_epochs": 1, "progress": False}
+    losses = [pf.Trainer(**quiet, tp=2).evaluate(one, data)["loss"] for one in (model, copy.deepcopy(model))]
+    return {
+        "again": trained(model, data),
+        "once": once,
+        "losses": losses,
+        "other": refused(lambda: trained(model, data, {"plan": {"blocks.0.mlp.up": "replicate"}})),
+        "whole": refused(lambda: pf.Trainer(**quiet, dp=2).fit(model, data)),
+        "penalty": refused(lambda: trained(pf.configure(Penalised()), classes(1_001, 6))),
+    }
+
+
+def test_a_split_model_is_taken_up_by_another_trainer_with_the_same_plan(ranks: Any) -> None:
+    first, second = ranks(2, again)
+    for found in (first, second):
+        assert found["losses"][0] == found["losses"][1]
+        assert "split by an earlier Trainer, with TensorParallel(2), and this one asks for Tensor" in found["other"]
+        assert "spread over ranks by an earlier Trainer" in found["whole"]
+        assert "training_step used the weight of a split layer outside" in found["penalty"]
+        assert "weight_decay" in found["penalty"]
+    for name, value in first["again"].items():
+        assert torch.equal(value, second["again"][name])
+        assert not torch.equal(value, first["once"][name])
+
+
+class Uneven(nn.Module):
+    """A pipeline's second stage has a layer that can be split, or one that cannot be as was said, or none."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8))
+        self.last = nn.Linear(8, last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
+def staged() -> list[str]:
+    torch.manual_seed(0)
+    said = []
+    for last, plan in ((5, {}), (5, {"last": "colwise"}), (1_001, {})):
+        model = pf.configure(Uneven(last), loss="cross_entropy")
+        options = {"tensor_parallel": {"plan": plan} if plan else {}, "pipeline": {"stages": ("last",)}}
+        plan = pf.Plan(pp=2, tp=2, accumulate=2, options=options)
+        runs = [pf.Trainer(max_steps=1, progress=False, plan=plan) for _ in range(2)]
+        said += [refused(lambda m=model, r=r, n=last: r.fit(m, classes(n, 6), batch_size=4)) for r in runs]
+    return said
+
+
+def test_what_one_stage_refuses_all_ranks_refuse(ranks: Any) -> None:
+    for said in ranks(4, staged):
+        assert "nothing in Uneven is known to be splittable" in said[0]
+        assert "last has 5 outputs, which tp=2 does not divide" in said[2]
+        assert said[4:] == ["nothing", "nothing"]  # the second goes on with the stages and parts of the first
 
 
 @pytest.mark.parametrize(

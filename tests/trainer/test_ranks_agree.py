@@ -41,8 +41,20 @@ def _run_differing(what: str, rank: int) -> None:
         "stream values": lambda: quiet.fit(net(), [(DATA[0] + rank, DATA[1])] * 2),
         "scalars": lambda: quiet.fit(Scalars(), DATA),
         "predictions": lambda: quiet.predict(Ragged(), [torch.zeros(4, 3)]),
+        "plans": lambda: pf.Trainer(progress=False, **({"dp": 2} if rank else {"fsdp": 2})).fit(net(), DATA),
+        "options": lambda: pf.Trainer(progress=False, plan=_plan_of(rank)).fit(net(), DATA),
+        "plugins": lambda: pf.Trainer(progress=False, clip_norm=1.0 if rank else None).fit(net(), DATA),
+        "plugin": lambda: pf.Trainer(progress=False, plugins=[Nothing()] * rank).fit(net(), DATA),
     }
     runs[what]()
+
+
+def _plan_of(rank: int) -> pf.Plan:
+    return pf.Plan(dp=2, options={"data_parallel": {"bucket_cap_mb": 25 + rank}})
+
+
+class Nothing(pf.plugins.Plugin):
+    name = "nothing"
 
 
 class Scalars(pf.Model):
@@ -74,6 +86,10 @@ class Ragged(pf.Model):
         ("stream values", "read different batches"),
         ("scalars", "returned different scalars"),
         ("predictions", "Rows of different shapes"),
+        ("plans", "rank 0 has dp=1, fsdp=2, and rank 1 has dp=2, fsdp=1"),
+        ("options", "rank 0 has options={'data_parallel': {'bucket_cap_mb': 25}}, and rank 1 has options="),
+        ("plugins", "rank 0 has clip_norm=None, and rank 1 has clip_norm=1.0"),
+        ("plugin", "different plugins: rank 0 has data_parallel, and rank 1 has data_parallel, nothing"),
     ],
 )
 def test_what_differs_is_refused_on_every_rank(ranks: Any, what: str, sentence: str) -> None:

@@ -1,0 +1,129 @@
+"""Replicas that are spread over ranks themselves do what whole ones do: with statistics, and with unused parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paraflow as pf
+from paraflow.compatibility.table import judge
+from tests.parity.runs import whole_parameters
+
+MORE = {"max_steps": 3, "seed": 1, "progress": False}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.norm(self.layer(x)))
+
+
+class Statistics(pf.Model):
+    """Layers that keep running statistics on each stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(x))
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+
+
+class Unused(pf.Model):
+    """Has layers that no step uses, of which some can be split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(mlp(), mlp())
+        self.unused, self.lone = mlp(), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(x))
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(1)
+    return torch.randn(16, 16, generator=drawn), torch.randint(5, (16,), generator=drawn)
+
+
+def with_statistics(plan: dict[str, Any], folder: str, resumes: bool = False) -> dict[str, Any]:
+    """The whole model after three steps, or after two and a resumed third, and its loss in evaluation."""
+    result: dict[str, Any] = {}
+    for steps in (2, 3) if resumes else (3,):
+        model = Statistics().configure(optimizer="sgd", lr=0.1, loss="cross_entropy")
+        callbacks = [pf.callbacks.Checkpoint(folder, every=1)] if resumes else []
+        trainer = pf.Trainer(**{**MORE, "max_steps": steps}, callbacks=callbacks, **plan)
+        trainer.fit(model, data(), batch_size=8, resume=folder if resumes and steps == 3 else None)
+        loss = trainer.evaluate(model, data(), batch_size=8)["loss"]
+        result = {**whole_parameters(trainer), "loss": torch.tensor(loss)}
+    return result
+
+
+def staged(folder: str) -> list[dict[str, Any]]:
+    plan = {"pp": 2, "dp": 2, "accumulate": 2}
+    return [with_statistics(plan, folder), with_statistics(plan, folder, resumes=True)]
+
+
+def test_statistics_are_those_of_whole_replicas_and_are_resumed(ranks: Any, tmp_path: Path) -> None:
+    expected = ranks(2, with_statistics, {"dp": 2, "accumulate": 2}, "")[0]
+    for through, resumed in ranks(4, staged, str(tmp_path)):
+        torch.testing.assert_close(through, expected)
+        torch.testing.assert_close(resumed, through, rtol=0, atol=0)
+
+
+def with_unused(plan: dict[str, Any]) -> dict[str, torch.Tensor]:
+    model = Unused().configure(optimizer="adamw", lr=0.05, weight_decay=0.5, loss="cross_entropy")
+    trainer = pf.Trainer(**MORE, **plan)
+    trainer.fit(model, data(), batch_size=8)
+    return whole_parameters(trainer)
+
+
+PARTS = ({"pp": 2, "dp": 2, "accumulate": 2}, {"tp": 2, "dp": 2})
+
+
+def unused() -> list[dict[str, torch.Tensor]]:
+    options = {"data_parallel": {"find_unused_parameters": True}}
+    return [with_unused({"plan": pf.Plan(**plan, options=options)}) for plan in PARTS]
+
+
+def test_what_no_replica_uses_is_left_as_it_is(ranks: Any) -> None:
+    expected = with_unused({})
+    assert torch.equal(expected["lone.weight"], Unused().lone.weight)
+    for found in ranks(4, unused):
+        for parameters in found:
+            torch.testing.assert_close(parameters, expected)
+
+
+def unexpectedly_unused() -> list[str]:
+    said = []
+    for plan in PARTS:
+        with pytest.raises(pf.ModelError) as error:
+            with_unused(plan)
+        said.append(str(error.value))
+    return said
+
+
+def test_what_is_unused_is_told_on_every_rank(ranks: Any) -> None:
+    for said in ranks(4, unexpectedly_unused):
+        assert all("had no part in the loss of the first step: unused.0.weight" in text for text in said)
+
+
+def test_an_option_that_does_nothing_there_is_refused() -> None:
+    options = {"data_parallel": {"static_graph": True}}
+    assert [rule.id for rule in judge({"pp": 2, "dp": 2, "options": options}).broken] == ["data-parallel-static-graph"]
+    assert judge({"tp": 2, "dp": 2, "options": options}).legal
