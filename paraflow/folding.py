@@ -1,9 +1,13 @@
-"""A dimension of the mesh cut in two: groups of neighbours, and the ranks that have the same place in each group."""
+"""Parts of a mesh's dimensions: one cut in two, into groups of neighbours and of same places; and groups of places."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -26,3 +30,34 @@ def halves_of(sizes: Mapping[str, int], dim: str, inner: int, device_type: str) 
         cut.update(halves if name == dim else {name: size})
     mesh = init_device_mesh(device_type, tuple(cut.values()), mesh_dim_names=tuple(cut))
     return {half: mesh[half] for half in halves}
+
+
+@dataclass
+class _Made:
+    """The groups of places that this process has made, and the world that they are of."""
+
+    world: weakref.ref[dist.ProcessGroup] | None = None
+    groups: dict[tuple[str, tuple[int, ...]], Any] = field(default_factory=dict)
+
+
+_made = _Made()
+
+
+def group_once(dim: str, members: tuple[int, ...]) -> Any:
+    """Returns the process group of some ranks, which all ranks of the world make together the first time.
+
+    Args:
+        dim: The dimension that they lie along; along another they have another group.
+        members: Their ranks, in order.
+    """
+    world = dist.distributed_c10d._get_default_group()
+    if _made.world is None or _made.world() is not world:
+        _made.world, _made.groups = weakref.ref(world), {}
+    if (dim, members) not in _made.groups:
+        _made.groups[dim, members] = dist.new_group(list(members))
+    return _made.groups[dim, members]
+
+
+def forget_groups() -> None:
+    """Lets go of these groups, which hold their threads."""
+    _made.groups = {}

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from paraflow.errors import DataError, PlanError
-from paraflow.folding import halves_of
+from paraflow.folding import forget_groups, group_once, halves_of
 from paraflow.launch.ending import wait_for_gloo_threads
 from paraflow.launch.environment import local_rank, rank, world_size
 from paraflow.plan import DATA_DEGREES, DEGREES, Plan
@@ -174,16 +174,17 @@ class Mesh:
         return self.rank + (place - self.coordinate(dim)) * stride
 
     def group_of_places(self, dim: str, places: Sequence[int]) -> dist.ProcessGroup | None:
-        """Makes a process group of some of the ranks along a dimension; every rank of the world must ask for the same.
+        """Returns a process group of some of the ranks along a dimension; every rank of the world asks for the same.
+
+        It is made once in a process: later runs have the same.
 
         Returns:
             The group, or None on a rank that is not in one.
         """
         mine: dist.ProcessGroup | None = None
         for ranks in self._lines(dim):
-            members = [ranks[place] for place in sorted(places)]
-            group = dist.new_group(members)
-            mine = group if self.rank in members else mine
+            group = group_once(dim, tuple(ranks[place] for place in sorted(places)))
+            mine = group if self.rank in {ranks[place] for place in places} else mine
         return mine
 
     def _lines(self, dim: str) -> list[list[int]]:
@@ -383,6 +384,7 @@ def _start_process_group(device: torch.device, processes: int) -> None:
 
 def shutdown() -> None:
     """Destroys the process group, if this process has one, and waits until its threads hold no tensor any more."""
+    forget_groups()
     if dist.is_available() and dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()

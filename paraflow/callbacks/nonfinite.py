@@ -14,6 +14,7 @@ from torch import nn
 from paraflow.callbacks.rerun import forward_again, undisturbed
 from paraflow.data.batch import children
 from paraflow.loss import read_step
+from paraflow.pipelining.absent import Absent
 
 if TYPE_CHECKING:
     from paraflow.engine import Engine
@@ -31,9 +32,11 @@ def in_forward(engine: Engine) -> str:
     """Runs the forward of this rank's micro-batches again, and returns what is said of the first that is not finite.
 
     A module is named if its output is not finite where its inputs are: the innermost, in the order of execution. Every
-    rank calls this alike, for under some plans the forward communicates; what it raises is part of what is said.
+    rank calls this alike, for under some plans the forward communicates; what it raises is part of what is said. The
+    ranks of a pipeline have one loss, and say of it that it was the first only where none of them has found anything.
     """
     said: dict[str, None] = {}
+    losses: dict[str, None] = {}
     with undisturbed(engine), torch.no_grad():
         for micro in engine.batch.micro_batches:
             watch = _Watch(engine.module)
@@ -50,7 +53,9 @@ def in_forward(engine: Engine) -> str:
             if watch.found:
                 said[f"the output of {_some(watch.found)} is not finite, and its inputs are"] = None
             if micro.samples and not fields and not watch.found and not _is_finite(loss):
-                said[f"its loss is {loss.item()}, and the outputs of all modules are finite"] = None
+                losses[f"its loss is {loss.item()}, and the outputs of all modules are finite"] = None
+    if engine.mesh.degree("pp") == 1 or not any(engine.mesh.gather_texts("; ".join(said), ("pp",))):
+        said |= losses
     return "; ".join(said)
 
 
@@ -103,6 +108,8 @@ class _Watch:
         self._done[name] = next(self._count)
         if any(_inside(found, name) for found in self._names):
             return
+        if any(_is_elsewhere(tensor) for tensor in _tensors((args, kwargs, output))):
+            return  # it reaches over stages of a pipeline; on each the parts that are there are looked at
         # Masks are made of minus infinity, so at first an input of it does not excuse a module.
         is_clean = _is_finite if self.found else _is_finite_or_mask
         if all(map(_is_finite, _tensors(output))) or not all(map(is_clean, _tensors((args, kwargs)))):
@@ -124,6 +131,10 @@ class _Watch:
 
 def _inside(name: str, container: str) -> bool:
     return not container or name.startswith(f"{container}.")
+
+
+def _is_elsewhere(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, Absent) and tensor.present is None
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

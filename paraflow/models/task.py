@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -17,6 +18,7 @@ from paraflow.errors import ModelError
 from paraflow.models.recipe import Recipe, recipe_of
 from paraflow.models.step import call_with_inputs, supervised_step
 from paraflow.optim import build_optimizer, build_schedule
+from paraflow.optim.empty import may_be_empty
 from paraflow.outline import outline_of
 
 
@@ -74,7 +76,9 @@ class Task:
             ModelError: The module's `configure_optimizers` returns something else, or there is nothing to train.
         """
         own = getattr(self.module, "configure_optimizers", None)
-        returned = own() if callable(own) else None
+        is_stage = outline_of(self.module) is not None
+        with may_be_empty() if is_stage else nullcontext():
+            returned = own() if callable(own) else None
         recipe = self.recipe
         optimizer, schedule = _unpack(returned, recipe.schedule)
         if optimizer is None:
@@ -83,7 +87,7 @@ class Task:
                 self.module.named_parameters(),
                 lr=recipe.lr,
                 weight_decay=recipe.weight_decay,
-                is_stage=outline_of(self.module) is not None,
+                is_stage=is_stage,
                 **recipe.optimizer_options,
             )
         if schedule is None and recipe.warmup:

@@ -21,9 +21,9 @@ _BUCKET_BYTES = 25 * 2**20
 _DIMENSIONS = 16
 _TYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 _OTHER_FORM = (
-    "A step returned other things than when it was traced on a micro-batch of the same shapes: more or fewer tensors, or "
-    "numbers and texts of its own. Only the last stage of the pipeline knows of it. Return the same structure whatever "
-    "the values of a batch, and tensors in it where values differ."
+    "A step returned other things than when it was traced on a micro-batch of the same shapes: more or fewer tensors, "
+    "or numbers and texts of its own. Only the last stage of the pipeline knows of it. Return the same structure "
+    "whatever the values of a batch, and tensors in it where values differ."
 )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from paraflow.data.order import epoch_seed, seed_generators
+from paraflow.data.order import epoch_seed
 
 
 class Randomness:
@@ -30,7 +30,7 @@ class Randomness:
     def __init__(self, device: torch.device) -> None:
         self._seed = int(torch.randint(2**62, (), device="cpu"))
         self._device = device
-        self._common = self._own = _Stream(self._seed, device)
+        self._own = _Stream(self._seed, device)
 
     @contextmanager
     def step(self, place: int) -> Iterator[None]:
@@ -39,35 +39,29 @@ class Randomness:
         Args:
             place: The place of the rank along ``pp``.
         """
-        stream = _Stream(epoch_seed(self._seed, -2 - place), self._device)
-        stream.begin()
-        try:
+        with _Stream(epoch_seed(self._seed, -2 - place), self._device).drawn(everything=True):
             yield
-        finally:
-            stream.end()
 
     @contextmanager
     def micro_batch(self, stage: int, index: int) -> Iterator[None]:
         """Runs a stage on a micro-batch: what is drawn inside all stages draw alike, whatever has run before."""
         seed = epoch_seed(self._seed, index)
-        before = self._common, self._own
-        self._common, self._own = _Stream(seed, self._device), _Stream(epoch_seed(seed, stage), self._device)
-        self._common.begin()
+        before, self._own = self._own, _Stream(epoch_seed(seed, stage), self._device)
         try:
-            yield
+            with _Stream(seed, self._device).drawn(everything=True):
+                yield
         finally:
-            self._common.end()
-            self._common, self._own = before
+            self._own = before
 
     @contextmanager
-    def own_part(self) -> Iterator[None]:
-        """Runs what only this stage runs, within a micro-batch: what is drawn inside is the stage's own."""
-        own = self._own
-        own.begin()
-        try:
+    def own_part(self, *, everything: bool) -> Iterator[None]:
+        """Runs what only this stage runs, within a micro-batch: what is drawn inside is the stage's own.
+
+        Args:
+            everything: Whether numpy's and Python's generators are drawn from as well; to set those takes time.
+        """
+        with self._own.drawn(everything=everything):
             yield
-        finally:
-            own.end()
 
 
 class _Stream:
@@ -75,33 +69,60 @@ class _Stream:
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed = seed
-        self._device = device if device.type == "cuda" else None
+        self._torch = _OfTorch(device)
         self._here: tuple[Any, ...] | None = None
-        self._outside: tuple[Any, ...] | None = None
+        self._others_here: tuple[Any, ...] | None = None
 
-    def begin(self) -> None:
-        """Has the generators give the stream's numbers."""
-        self._outside = self._read()
-        if self._here is not None:
-            self._write(self._here)
-            return
-        seed_generators(self._seed)
-        if self._device is not None:
-            torch.cuda.default_generators[self._device.index].manual_seed(self._seed)
+    @contextmanager
+    def drawn(self, *, everything: bool) -> Iterator[None]:
+        """Has torch's generators, or all, give the stream's numbers inside."""
+        outside = self._torch.read()
+        others = _read_others() if everything else None
+        if self._here is None:
+            self._torch.seed(self._seed)
+        else:
+            self._torch.write(self._here)
+        if everything:
+            _seed_others(self._seed) if self._others_here is None else _write_others(self._others_here)
+        try:
+            yield
+        finally:
+            self._here = self._torch.read()
+            self._torch.write(outside)
+            if others is not None:
+                self._others_here = _read_others()
+                _write_others(others)
 
-    def end(self) -> None:
-        """Has the generators go on where they were."""
-        assert self._outside is not None
-        self._here = self._read()
-        self._write(self._outside)
 
-    def _read(self) -> tuple[Any, ...]:
-        on_device = None if self._device is None else torch.cuda.get_rng_state(self._device)
-        return torch.get_rng_state(), random.getstate(), np.random.get_state(), on_device
+class _OfTorch:
+    """torch's generators: the host's and the device's."""
 
-    def _write(self, state: tuple[Any, ...]) -> None:
-        torch.set_rng_state(state[0])
-        random.setstate(state[1])
-        np.random.set_state(state[2])
-        if self._device is not None:
-            torch.cuda.set_rng_state(state[3], self._device)
+    def __init__(self, device: torch.device) -> None:
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[device.index])
+
+    def seed(self, seed: int) -> None:
+        for generator in self._generators:
+            generator.manual_seed(seed)
+
+    def read(self) -> tuple[torch.Tensor, ...]:
+        return tuple(generator.get_state() for generator in self._generators)
+
+    def write(self, states: tuple[torch.Tensor, ...]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+
+def _seed_others(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def _read_others() -> tuple[Any, ...]:
+    return random.getstate(), np.random.get_state()
+
+
+def _write_others(states: tuple[Any, ...]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from paraflow.errors import ModelError
 from paraflow.pipelining.absent import Absent, Meta
 from paraflow.pipelining.functions import aside, functions_seen
-from paraflow.pipelining.running import Left, Running
+from paraflow.pipelining.running import Left, OwnPart, Running
 from paraflow.pipelining.skeleton import Skeleton
 from paraflow.pipelining.state import ModuleState, Watch
 from paraflow.pipelining.trace import Glue, Tracing, Traffic
@@ -43,6 +43,7 @@ class Replay:
         own_part: Makes the context in which what only one stage has draws random numbers: its units, and functions of
             what they give. All other code draws what all stages draw alike.
         moved: Called in a run when the step goes from one stage to a later one.
+        reached: The stage in which the last trace ended, or failed.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -70,8 +71,9 @@ class Replay:
         self._stand_ins = {name: Absent.like(slot) for name, slot in self._skeleton.weights.items()}
         self._active: Glue | None = None
         self._callers: dict[str, Inner] = {}
-        self.own_part: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.own_part: OwnPart = _no_own_part
         self.moved: Callable[[int, int], None] = lambda before, after: None
+        self.reached = 0
 
     def trace(self, call: Callable[[], Any]) -> Traffic:
         """Finds out what crosses between stages, by a run of the step in which no layer computes.
@@ -92,6 +94,7 @@ class Replay:
                     self._require_no_buffer_of_layers(tracing)
                     traffic = tracing.finish(returned)
         finally:
+            self.reached = tracing.stage
             watch.note(self._count - 1)
             watch.put_back()
         return replace(traffic, state=watch.written)
@@ -232,6 +235,10 @@ class Replay:
                 return active.enter_unit(name, stage, inner, args, kwargs)
         finally:
             active.inside = False
+
+
+def _no_own_part(*, everything: bool) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def _present(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -13,6 +13,13 @@ from paraflow.errors import ModelError
 from paraflow.pipelining.absent import Absent, Key, Slot, at_line, outlived
 from paraflow.pipelining.trace import Event, Given, Glue, Traffic, target_of
 from paraflow.pipelining.values import rebuilt, tensors_in
+
+
+class OwnPart(Protocol):
+    """Makes the context in which what only one stage has is run."""
+
+    def __call__(self, *, everything: bool) -> AbstractContextManager[None]:
+        """Has random numbers of torch be the stage's own; of numpy and Python, too, if everything is to be."""
 
 
 class Left(BaseException):
@@ -36,7 +43,7 @@ class Running(Glue):
         received: Sequence[Tensor],
         traffic: Traffic,
         buffers: Collection[int],
-        own_part: Callable[[], AbstractContextManager[None]],
+        own_part: OwnPart,
     ) -> None:
         super().__init__()
         self._own = own
@@ -81,7 +88,7 @@ class Running(Glue):
                 self.ghosts[target_of(given[write.index], write)] = Absent.like(write.slot, self.run)
             return result
         args, kwargs = rebuilt((args, kwargs), self.value)
-        with self._own_part() if event.draws else nullcontext():
+        with self._own_part(everything=event.draws_others) if event.draws else nullcontext():
             result = func(*args, **kwargs)
         self._remember(result, event, given)
         return result

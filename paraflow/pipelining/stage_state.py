@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from paraflow.pipelining.orders import Schedule
 from paraflow.pipelining.replay import Replay
 from paraflow.pipelining.state import Kind, Look, Place, Watch, changed
 from paraflow.pipelining.trace import Traffic
+from paraflow.pipelining.traces import LookedAt, Unread
 from paraflow.pipelining.values import rebuilt
 
 
@@ -26,7 +27,8 @@ class StageState:
 
     A stage runs the code before its layers and between them, and so writes what that writes. What comes after the last
     layer of a rank it does not run: that is given to it at the end of the step, so that the state is then that of one
-    process. Within a step, a micro-batch does not see what others wrote there.
+    process. A micro-batch begins before the one before it has come to its end, so what is written there cannot be read
+    by earlier code in the same step.
 
     Args:
         replay: Runs the stages.
@@ -42,14 +44,18 @@ class StageState:
         self._last = len(places) - 1
         # From the stage after this one on, there is code that some rank does not run.
         self._common = min(max(schedule.stages_of(place)) for place in set(places))
-        self._late: dict[Place, None] = {}
+        self._late: dict[Place, bool] = {}  # whether it is also read early
         self._known: set[Place] = set()
         self._begin: dict[Place, Kept] = {}
         self._of_stage: dict[int, dict[Place, Kept]] = {}
         self._left: Look | None = None
 
-    def expect(self, traffic: Traffic) -> None:
+    def expect(self, traffic: Traffic, again: Callable[[], Any]) -> None:
         """Notes what a step writes; called with each new trace, alike on every rank.
+
+        Args:
+            traffic: The trace.
+            again: Calls the step again, to be traced.
 
         Raises:
             ModelError: It writes, where some ranks do not come, what cannot be given to them.
@@ -63,7 +69,33 @@ class StageState:
                     "to it. Keep those, or write it before the first layer is called, which every rank comes to."
                 )
             if written.stage > self._common and written.kind is Kind.GIVEN:
-                self._late[place] = None
+                self._late[place] = self._late.get(place, False) or self._is_read_early(place, again)
+
+    def _is_read_early(self, place: Place, again: Callable[[], Any]) -> bool:
+        """Whether code that every rank runs looks at what is at a place, when the step begins."""
+        before = self._state.get(place)
+        self._state.put(place, Unread())
+        try:
+            self._replay.trace(again)
+        except (Exception, LookedAt):  # whatever comes of a step that finds what it does not know
+            return self._replay.reached <= self._common
+        finally:
+            self._state.put(place, before)
+        return False
+
+    def require_settled(self, micro_batches: int) -> None:
+        """Refuses a training step of several micro-batches in which one reads what the one before writes at its end.
+
+        Raises:
+            ModelError: There is such a thing.
+        """
+        read = [place for place, early in self._late.items() if early] if micro_batches > 1 else []
+        if read:
+            raise ModelError(
+                f"'{_name(read[0])}' is written after the layers of an earlier stage of the pipeline, and is read "
+                "before them: the next micro-batch comes to that line before this one has come to its end. Write it "
+                "before the first layer is called, or write accumulate=1."
+            )
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -54,9 +54,9 @@ class StageSteps(nn.Module):
         self._looking_at: nn.Module | None = None
         self._state = StageState(layout.replay, engine.mesh, schedule)
 
-        def check(traffic: Traffic) -> None:
+        def check(traffic: Traffic, again: Callable[[], Any]) -> None:
             layout.require_weights(layout.replay.weights_used_outside(traffic))
-            self._state.expect(traffic)
+            self._state.expect(traffic, again)
 
         self._traces = Traces(layout.replay, engine.module, check)
 
@@ -73,6 +73,7 @@ class StageSteps(nn.Module):
         """Runs forward and backward of a step's micro-batches, and returns what each gave: the same on every rank."""
         engine = self._engine
         traffic = [self._traced_for_training(micro.data) for micro in batch.micro_batches]
+        self._state.require_settled(len(traffic))
         with self._drawing() as randomness, self._state.step():
 
             def run(stage: int, index: int, data: Any, received: Sequence[torch.Tensor]) -> Any:

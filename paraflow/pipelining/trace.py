@@ -35,6 +35,7 @@ from paraflow.pipelining.kept import version_of
 from paraflow.pipelining.skeleton import Skeleton
 from paraflow.pipelining.state import Place, Written
 from paraflow.pipelining.values import rebuilt, tensors_in
+from paraflow.recompute.generators import GLOBAL_GENERATORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +68,15 @@ class Event:
         name: The function or unit.
         result: What it returned, with a `Slot` or `Given` for each tensor.
         writes: What it wrote into.
-        draws: Whether it may draw random numbers, which are then its stage's own.
+        draws: Whether it may draw random numbers of torch, which are then its stage's own.
+        draws_others: Whether it draws from numpy's or Python's generators.
     """
 
     name: str
     result: Any
     writes: tuple[Write, ...] = ()
     draws: bool = True
+    draws_others: bool = False
 
 
 @dataclass(frozen=True)
@@ -258,7 +261,10 @@ class Tracing(Glue):
         versions = [version_of(fake) for fake in fakes]
         by_id = {id(tensor): fake for tensor, fake in zip(given, fakes, strict=True)}
         given_args, given_kwargs = rebuilt((args, kwargs), lambda tensor: by_id[id(tensor)])
+        of_users = drawing is None or drawing.seen  # code that may draw with any generator
+        others = GLOBAL_GENERATORS.read() if of_users else None
         result = func(*given_args, **given_kwargs)
+        draws_others = others is not None and GLOBAL_GENERATORS.read() != others
         changed = [i for i, fake in enumerate(fakes) if version_of(fake) != versions[i]]
         writes = self._written(changed, given, fakes)
         places = {id(fake): i for i, fake in enumerate(fakes)}
@@ -270,7 +276,8 @@ class Tracing(Glue):
             return self._new((self.number, next(count)), leaf)
 
         template = rebuilt(result, keep)
-        self._events.append(Event(name, template, writes, draws=drawing is None or drawing.seen))
+        draws = drawing is None or drawing.seen
+        self._events.append(Event(name, template, writes, draws, draws_others))
         self.number += 1
         return self.filled(template, given)
 

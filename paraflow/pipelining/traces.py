@@ -32,10 +32,10 @@ class Traces:
     Args:
         replay: Traces a step.
         model: The model.
-        check: Called with each new trace.
+        check: Called with each new trace, and with what calls the step again.
     """
 
-    def __init__(self, replay: Replay, model: nn.Module, check: Callable[[Traffic], None]) -> None:
+    def __init__(self, replay: Replay, model: nn.Module, check: Callable[[Traffic, Callable[[], Any]], None]) -> None:
         self._replay = replay
         self._parts = tuple(model.modules())
         self._check = check
@@ -56,7 +56,7 @@ class Traces:
         key = form if self._ignores.get(form, False) else (*situation, form_of(data))
         if key not in self._known:
             traffic = self._replay.trace(lambda: call(data))
-            self._check(traffic)
+            self._check(traffic, lambda: call(data))
             if form not in self._ignores:
                 _remember(self._ignores, form, self._ignores_labels(traffic, data, call))
             key = form if self._ignores[form] else key
@@ -72,7 +72,7 @@ class Traces:
         try:
             found = self._replay.trace(lambda: call(blind))
             same = all(getattr(found, name) == getattr(traffic, name) for name in _COMPARED)
-        except (Exception, _LookedAt):  # whatever comes of a step that is given what it does not know
+        except (Exception, LookedAt):  # whatever comes of a step that is given what it does not know
             return False
         return same and not tensors_in((found.returned, [event.result for event in found.events]), Unread)
 
@@ -86,12 +86,12 @@ def _remember(known: OrderedDict[Hashable, Any], key: Hashable, value: Any) -> N
         known.popitem(last=False)
 
 
-class _LookedAt(BaseException):
-    """Past handlers of the user's own."""
+class LookedAt(BaseException):
+    """An `Unread` was looked at; this goes past handlers of the user's own."""
 
 
 def _look(self: Unread, *_: object) -> Any:
-    raise _LookedAt
+    raise LookedAt
 
 
 class Unread:

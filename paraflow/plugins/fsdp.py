@@ -232,10 +232,10 @@ class FSDP(Plugin):
 
     @contextmanager
     def _forward(self, sharding: Sharding, index: int) -> Iterator[None]:
-        """A forward by itself: others may follow before the first backward."""
+        """A forward by itself: others may follow before the first backward, and what they keep must not change."""
         if index == 0:
             self._begin(sharding)
-        self._entrance.forwarded = False
+            self._entrance.forwarded = False
         with self._checked(sharding):
             yield
             self._usage.after_forward(self._entrance.begins)

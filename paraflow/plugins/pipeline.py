@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import nn
 
 from paraflow.births import require_same_births
-from paraflow.errors import PlanError
+from paraflow.errors import ModelError, PlanError
 from paraflow.loss import StepOutput
+from paraflow.optim.kinds import has_step_hooks
+from paraflow.optim.rehearsal import steps_by_parameter
 from paraflow.plan import Plan
 from paraflow.plugins.base import Phase, Plugin, State
 from paraflow.rules import Rule
@@ -121,14 +124,47 @@ class Pipeline(Plugin):
         """Runs a step's micro-batches through all stages; every rank has what they gave."""
         return engine.run_in_turn(batch) if self._steps is None else self._steps.train_on(batch)
 
-    def reduce_gradients(self, engine: Engine) -> None:
-        """Adds up the gradients of what several stages hold."""
-        if self._ties is not None:
-            self._ties.add_up()
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, engine: Engine) -> torch.optim.Optimizer:
+        """Refuses an optimizer that looks at parameters together: it would see those of this rank's stages only.
 
-    def completes_gradient(self, name: str, parameter: nn.Parameter) -> bool:
-        """Of what several stages hold."""
-        return self._ties is not None and self._ties.is_shared(name)
+        Raises:
+            ModelError: It does, on any rank.
+        """
+        if self._ties is not None:
+            self._require_by_parameter(optimizer, engine)
+        return optimizer
+
+    def _require_by_parameter(self, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
+        # A stage with one parameter, or none, cannot tell.
+        if not engine.mesh.any(not steps_by_parameter(optimizer)):
+            return
+        name = type(optimizer).__name__
+        raise ModelError(
+            f"{name} cannot be applied to some parameters at a time: what it does to one depends on the others, or one "
+            f"of its methods was replaced on it. Under pp={self.degree} each rank has those of its own stages. Use an "
+            "optimizer that treats parameters one by one, such as adamw, and bound the norm of all gradients by "
+            "Trainer(clip_norm=1.0)."
+        )
+
+    def step(self, engine: Engine, proceed: Callable[[], bool]) -> bool:
+        """Adds up the gradients of what several stages hold.
+
+        Replicas have averaged them by then: in other buckets on each stage, and so to other last bits, of which the sum
+        makes one.
+
+        Raises:
+            ModelError: Something is called with the optimizer's step that may look at all gradients.
+        """
+        if self._ties is not None:
+            if has_step_hooks(engine.optimizer):
+                raise ModelError(
+                    f"A hook is called with the step of {type(engine.optimizer).__name__}, and under pp={self.degree} "
+                    "it sees the gradients of this rank's stages only. Bound their norm by Trainer(clip_norm=1.0); do "
+                    "anything else in a callback (on_before_optimizer_step), where engine.gradient_norm() is that of "
+                    "all stages."
+                )
+            self._ties.add_up()
+        return proceed()
 
     def partitioned_over(self, name: str, parameter: nn.Parameter) -> Sequence[str] | None:
         """Returns ``pp``, or None for what an earlier stage holds as well."""

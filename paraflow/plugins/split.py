@@ -121,6 +121,7 @@ class Split(Plugin):
         """Leaves this rank its part of the layers; every rank's is of the first one's values."""
         if engine.mesh.degree("dp") == 1:
             return module
+        from paraflow.tensor_parallel.outside import Guarded
         from paraflow.tensor_parallel.region import Region
 
         self._fold(engine)
@@ -140,7 +141,7 @@ class Split(Plugin):
             f"({sum(p.numel() for p in held.values()):,} parameters), whose inputs are brought together"
             + (f", in {self._replicas} replicas" if self._replicas > 1 else "")
         )
-        return module
+        return Guarded(module)
 
     def _fold(self, engine: Engine) -> None:
         """Makes groups of ranks that split layers between them, where they are not all."""
@@ -331,7 +332,7 @@ def _last_linear(model: nn.Module) -> str | None:
 
 def called_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Returns the layers with a weight of their own that nothing around them reads directly, by name."""
-    from paraflow.tensor_parallel.derive import mentions
+    from paraflow.tensor_parallel.reading import mentions
 
     kinds = {type(module) for module in model.modules()}
     found: list[tuple[str, nn.Module]] = []

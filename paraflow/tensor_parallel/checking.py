@@ -129,10 +129,9 @@ class Check:
                 f"and a pipeline cuts it, so that it cannot be seen whether this is right. {self._remedy}"
             )
         apart, most = self._compared(args, kwargs)
-        verdict = torch.tensor([apart], dtype=torch.float64, device=_device_of(owner))
-        dist.all_reduce(verdict, dist.ReduceOp.MAX, group=self._region.group)
-        if not verdict.item() <= most:
-            raise self._refusal(verdict.item(), most)
+        apart = _largest(apart, owner, self._region)
+        if not apart <= most:
+            raise self._refusal(apart, most)
 
     def _compared(self, args: Any, kwargs: Any) -> tuple[float, float]:
         """How far the outputs, and the gradients of a sum of them, are apart; and how far rounding takes them."""
@@ -276,9 +275,7 @@ class Links:
         self._change(block, args, kwargs, note)
         last, self._last = self._last, None
         same = last is not None and torch.equal(last.to(hidden[0].dtype), hidden[0])
-        differs = torch.tensor([float(not same)], device=_device_of(block))
-        dist.all_reduce(differs, dist.ReduceOp.MAX, group=self._region.group)
-        if differs.item():
+        if _largest(float(not same), block, self._region):
             raise ModelError(
                 f"Under sequence_parallel=True ranks hold shares of the sequence from one block to the next, and "
                 f"{self._names[id(block)]} was given something else than the block before it returned. What stands "
@@ -287,6 +284,14 @@ class Links:
         if block is self._end:
             for handle in self._handles:
                 handle.remove()
+
+
+def _largest(value: float, module: nn.Module, region: Region) -> float:
+    """The largest of what the ranks found, so that all of them refuse or none."""
+    with _aside(module):  # a block that is run again would not communicate again
+        found = torch.tensor([value], device=_device_of(module))
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=region.group)
+        return found.item()
 
 
 def _is_first(module: nn.Module) -> bool:

@@ -6,15 +6,15 @@ that read their number of heads off shapes or from attributes that can be set.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+
+from paraflow.tensor_parallel.reading import is_readable, mentions, source_of
 
 SMALLEST_VOCABULARY = 1_000
 """Rows of an embedding, or classes of an output layer, from which on splitting them is worth a message."""
@@ -48,7 +48,6 @@ _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads"
 _COUNTS_ALL_HEADS = re.compile(
     r"config\.(num_attention_heads|num_key_value_heads|hidden_size|n_heads?|num_heads|n_embd)\b|\bposition_bias\b"
 )
-_IN_A_SHAPE = r"(?:(?:view|reshape|split|unflatten|expand)\((?:[^()]|\([^()]*\))*?|(?<!\w)\((?:[^()]*,)?\s*)(?<![\w/*+-] )\bself\.{}\b(?=\s*[,)])"
 _OF_FREQUENCIES = re.compile(r"freq|rotary|cos|sin")
 _OF_POSITIONS = re.compile(r"pos|wpe")
 _ELEMENTWISE = (
@@ -346,68 +345,16 @@ def _in_a_list(module: nn.Module, name: str) -> bool:
     return any(isinstance(module.get_submodule(".".join(parts[:n])), nn.ModuleList) for n in range(1, len(parts)))
 
 
-def mentions(kind: type, attribute: str) -> bool:
-    """Whether the code of a class reads ``self.attribute`` outside ``__init__``.
-
-    Example:
-        >>> mentions(nn.Dropout, "p"), mentions(nn.Dropout, "heads")
-        (True, False)
-    """
-    return re.search(rf"\bself\.{attribute}\b", source_of(kind)) is not None
-
-
 def _uses_the_weight(kind: type, attribute: str) -> bool:
     return re.search(rf"\bself\.{attribute}\.weight\b", source_of(kind)) is not None
 
 
-def is_size_of_a_shape(kind: type, attribute: str) -> bool:
-    """Whether the code of a class has ``self.attribute`` in shapes only, so that another number does no harm.
-
-    Example:
-        >>> class Scaled:
-        ...     def forward(self, x):
-        ...         return x.view(2, self.dim) / math.sqrt(self.width)
-        >>> is_size_of_a_shape(Scaled, "dim"), is_size_of_a_shape(Scaled, "width")
-        (True, False)
-    """
-    code = source_of(kind)
-    found = len(re.findall(rf"\bself\.{attribute}\b", code))
-    return found == len(re.findall(_IN_A_SHAPE.format(attribute), code))
-
-
-def is_readable(kind: type[nn.Module]) -> bool:
-    """Whether the code of a forward can be read: where it cannot, nothing is derived from names in it."""
-    if kind.forward is nn.Module.forward:
-        return True
-    try:
-        return bool(inspect.getsource(inspect.unwrap(kind.forward)))
-    except (OSError, TypeError):
-        return False
-
-
 def _may_be_shared_out(holder: nn.Module, heads: set[int]) -> bool:
-    """Whether nothing says that an attention's forward needs all heads: not its code, nor a buffer of one row a head."""
+    """Whether nothing says that a forward needs all heads: not its code, nor a buffer of one row a head."""
     if not is_readable(type(holder)) or _COUNTS_ALL_HEADS.search(source_of(type(holder))):
         return False
     buffers = {name: b for name, b in holder._buffers.items() if b is not None and not _OF_FREQUENCIES.search(name)}
     return not any(next((size for size in b.shape if size > 1), 0) in heads for b in buffers.values())
-
-
-@cache
-def source_of(kind: Any) -> str:
-    """Returns the code of a class's own methods, of its bases too, without ``__init__``; torch's own say nothing."""
-    code = []
-    for base in kind.__mro__:
-        if base is nn.Module or base.__module__.startswith("builtins"):
-            continue
-        for name, method in vars(base).items():
-            if name in ("__init__", "_init_weights") or not inspect.isfunction(method):
-                continue
-            try:
-                code.append(inspect.getsource(inspect.unwrap(method)))
-            except (OSError, TypeError):
-                continue
-    return "\n".join(code)
 
 
 def parameters_of(module: nn.Module, name: str) -> list[torch.Tensor]:

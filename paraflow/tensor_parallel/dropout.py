@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paraflow.tensor_parallel.derive import is_readable, source_of
+from paraflow.tensor_parallel.reading import is_readable, source_of
 
 _DRAWS = re.compile(r"\b(\w*dropout\d?d?|bernoulli_?|rand\w*|scaled_dot_product_attention)\(")
 _STRIDE = 0x9E3779B97F4A7C15  # the odd number next to 2^64 divided by the golden ratio: seeds far apart

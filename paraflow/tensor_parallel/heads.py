@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn import functional
 
 from paraflow.errors import PlanError
-from paraflow.tensor_parallel.derive import Attention, is_size_of_a_shape, mentions
+from paraflow.tensor_parallel.derive import Attention
 from paraflow.tensor_parallel.layers import local_part, set_forward, split_columns, split_rows
+from paraflow.tensor_parallel.reading import is_in_shapes_only, mentions
 from paraflow.tensor_parallel.region import Region
 
 Ranges = tuple[tuple[int, int], ...]
@@ -129,7 +130,7 @@ def _tell(holder: nn.Module, attention: Attention, share: HeadShare) -> None:
     _set(holder, _KEY_COUNTS, kv_heads, keys)
     _set(holder, _GROUPS, heads // kv_heads, queries // keys)
     kind = type(holder)
-    shapes = [name for name in _WIDTHS if mentions(kind, name) and is_size_of_a_shape(kind, name)]
+    shapes = [name for name in _WIDTHS if mentions(kind, name) and is_in_shapes_only(kind, name)]
     _set(holder, shapes, width, queries * attention.head_dim)
 
 

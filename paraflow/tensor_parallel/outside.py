@@ -54,7 +54,7 @@ def _holds_part(value: Any) -> bool:
 
 def _used_outside(step: str) -> str:
     return (
-        f"{step} used the weight of a split layer outside of that layer, and a rank holds only a part of such a weight. "
+        f"{step} used the weight of a split layer outside of that layer, and a rank holds only a part of such weights. "
         "A penalty on all weights is the optimizer's weight_decay=...; for a term of a single layer keep that one "
-        "whole: pf.plugins.TensorParallel(plan={'its.name': 'replicate'})."
+        "whole: plan={'its.name': 'replicate'} of the plugin TensorParallel or Split."
     )

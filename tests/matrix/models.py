@@ -38,7 +38,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    runs = 0  # of all blocks, but for compiled ones, and those that a pipeline only traces
+    runs = 0  # of all blocks in training, but for compiled ones, and those that a pipeline only traces
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not torch.compiler.is_compiling() and type(x) is torch.Tensor:
+        if self.training and not torch.compiler.is_compiling() and type(x) is torch.Tensor:
             Block.runs += 1
         x = x + self.attention(self.before(x))
         return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))

@@ -58,7 +58,7 @@ class Unused(pf.Model):
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
     drawn = torch.Generator().manual_seed(1)
-    return torch.randn(16, 16, generator=drawn), torch.randint(5, (16,), generator=drawn)
+    return torch.randn(48, 16, generator=drawn), torch.randint(5, (48,), generator=drawn)
 
 
 def with_statistics(plan: dict[str, Any], folder: str, resumes: bool = False) -> dict[str, Any]:
@@ -68,28 +68,30 @@ def with_statistics(plan: dict[str, Any], folder: str, resumes: bool = False) ->
         model = Statistics().configure(optimizer="sgd", lr=0.1, loss="cross_entropy")
         callbacks = [pf.callbacks.Checkpoint(folder, every=1)] if resumes else []
         trainer = pf.Trainer(**{**MORE, "max_steps": steps}, callbacks=callbacks, **plan)
-        trainer.fit(model, data(), batch_size=8, resume=folder if resumes and steps == 3 else None)
-        loss = trainer.evaluate(model, data(), batch_size=8)["loss"]
+        trainer.fit(model, data(), batch_size=24, resume=folder if resumes and steps == 3 else None)
+        loss = trainer.evaluate(model, data(), batch_size=24)["loss"]
         result = {**whole_parameters(trainer), "loss": torch.tensor(loss)}
     return result
 
 
 def staged(folder: str) -> list[dict[str, Any]]:
-    plan = {"pp": 2, "dp": 2, "accumulate": 2}
-    return [with_statistics(plan, folder), with_statistics(plan, folder, resumes=True)]
+    plan, sharded = {"pp": 2, "dp": 2, "accumulate": 2}, {"pp": 2, "fsdp": 2, "accumulate": 2}
+    resumed = with_statistics(plan, folder, resumes=True)
+    return [with_statistics(plan, folder), with_statistics(sharded, folder), resumed]
 
 
 def test_statistics_are_those_of_whole_replicas_and_are_resumed(ranks: Any, tmp_path: Path) -> None:
     expected = ranks(2, with_statistics, {"dp": 2, "accumulate": 2}, "")[0]
-    for through, resumed in ranks(4, staged, str(tmp_path)):
-        torch.testing.assert_close(through, expected)
+    for through, sharded, resumed in ranks(4, staged, str(tmp_path)):
+        torch.testing.assert_close(through, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(sharded, expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(resumed, through, rtol=0, atol=0)
 
 
 def with_unused(plan: dict[str, Any]) -> dict[str, torch.Tensor]:
     model = Unused().configure(optimizer="adamw", lr=0.05, weight_decay=0.5, loss="cross_entropy")
     trainer = pf.Trainer(**MORE, **plan)
-    trainer.fit(model, data(), batch_size=8)
+    trainer.fit(model, data(), batch_size=24)
     return whole_parameters(trainer)
 
 

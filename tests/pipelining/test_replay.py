@@ -362,6 +362,18 @@ def test_evaluation_and_what_a_step_returns() -> None:
     assert (returned["output"].shape, returned["name"], returned["none"]) == ((3, 6, 9), "x", None)
 
 
+def test_a_step_in_inference_mode() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2))
+    x = torch.randn(5, 4)
+
+    def step(m: nn.Module) -> Tensor:
+        with torch.inference_mode():
+            return m(x)
+
+    with torch.no_grad():
+        torch.testing.assert_close(forward(model, [["0"], ["2"], ["4"]], step)[-1].given, step(model))
+
+
 def test_autocast_is_seen() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4))
     x = torch.randn(5, 4)
@@ -384,7 +396,8 @@ def test_dropout_of_a_stage_draws_from_the_stream_of_its_own_part() -> None:
     log: list[str] = []
 
     @contextmanager
-    def own_part() -> Iterator[None]:
+    def own_part(*, everything: bool) -> Iterator[None]:
+        assert not everything
         log.append("in")
         yield
         log.append("out")

@@ -36,7 +36,8 @@ def dropped(model: nn.Module, data: Any, names: list[str], **options: Any) -> di
     for name in names:
 
         def note(layer: nn.Module, args: Any, output: torch.Tensor, name: str = name) -> None:
-            zeros.setdefault(name, output == 0)
+            if layer.training:  # and not while a split is checked
+                zeros.setdefault(name, output == 0)
 
         model.get_submodule(name).register_forward_hook(note)
     return {**trained(model, data, options), **zeros}
