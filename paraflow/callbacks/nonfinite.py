@@ -110,10 +110,11 @@ class _Watch:
             return
         if any(_is_elsewhere(tensor) for tensor in _tensors((args, kwargs, output))):
             return  # it reaches over stages of a pipeline; on each the parts that are there are looked at
-        # Masks are made of minus infinity, so at first an input of it does not excuse a module.
-        is_clean = _is_finite if self.found else _is_finite_or_mask
-        if all(map(_is_finite, _tensors(output))) or not all(map(is_clean, _tensors((args, kwargs)))):
-            return
+        with torch._C.DisableTorchFunction():  # a look is no part of the step that a pipeline follows
+            # Masks are made of minus infinity, so at first an input of it does not excuse a module.
+            is_clean = _is_finite if self.found else _is_finite_or_mask
+            if all(map(_is_finite, _tensors(output))) or not all(map(is_clean, _tensors((args, kwargs)))):
+                return
         self._names.append(name)
         self.found.append(f"{name or 'the model'} ({type(part).__name__})")
 
@@ -150,9 +151,8 @@ def _is_finite_or_mask(tensor: torch.Tensor) -> bool:
 
 def _here(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor, looked at without a message to others, who may not look."""
-    here = tensor.detach()
-    here = here.to_local() if hasattr(here, "to_local") else here
-    return getattr(here, "local", here)
+    here: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return getattr(here, "local", here).detach()
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
