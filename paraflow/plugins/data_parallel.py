@@ -220,9 +220,8 @@ class DataParallel(Plugin):
         unused = [name for name, p in engine.module.named_parameters() if p.requires_grad and p.grad is None]
         if self._find_unused:
             return
-        if self._own_group is not None:  # replicas in parts: what one refuses, all refuse
-            said = engine.mesh.gather_texts(json.dumps(unused))
-            unused = list(dict.fromkeys(name for text in said for name in json.loads(text)))
+        if self._own_group is not None:
+            unused = _unused_in_all_parts(engine, unused)
         if unused:
             raise ModelError(
                 f"These parameters had no part in the loss of the first step: {', '.join(unused[:5])}"
@@ -233,6 +232,20 @@ class DataParallel(Plugin):
     def describe(self) -> str:
         """Returns one line for the printed plan."""
         return f"data parallel over {self.degree or 'all'} ranks: gradients averaged in buckets during backward"
+
+
+def _unused_in_all_parts(engine: Engine, unused: list[str]) -> list[str]:
+    """What a replica in parts has not used anywhere (a stage may hold what only another one used), of any replica.
+
+    What one rank refuses, all refuse.
+    """
+    mesh, without = engine.mesh, set(unused)
+    if mesh.degree("pp") > 1:
+        trained = [name for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
+        used = mesh.gather_texts(json.dumps([name for name in trained if name not in without]), ("pp",))
+        without -= {name for text in used for name in json.loads(text)}
+    said = mesh.gather_texts(json.dumps([name for name in unused if name in without]))
+    return list(dict.fromkeys(name for text in said for name in json.loads(text)))
 
 
 class _Rehearsable(nn.Module):
