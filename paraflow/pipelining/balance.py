@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from paraflow.errors import PlanError
+from paraflow.plan_memory import as_text
 
 if TYPE_CHECKING:
     from paraflow.pipelining.cut import Unit
@@ -20,32 +21,50 @@ _POOLS = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, 
 _SLACK = 1 + 1e-9
 
 
-def balance(times: Sequence[float], sizes: Sequence[float], stages: int) -> list[int]:
+def balance(times: Sequence[float], sizes: Sequence[float], stages: int, most: float = math.inf) -> list[int]:
     """Divides a row of units into stages of neighbours, none of them empty.
 
-    The slowest stage is as fast as can be; of all ways that are, the one whose largest stage is the smallest.
+    No stage is larger than it may be; the slowest is as fast as can be; and of all ways that are, it is the one whose
+    largest stage is the smallest.
 
     Args:
         times: The time of each unit.
         sizes: The bytes of each unit.
         stages: How many stages; no more than units.
+        most: The bytes that a stage may have.
 
     Returns:
         The index of the first unit of each stage.
 
+    Raises:
+        PlanError: Some stage would be larger in every way.
+
     Example:
         >>> balance([0, 4, 4, 4, 4, 8], [9, 1, 1, 1, 1, 9], 3)
         [0, 3, 5]
+        >>> balance([0, 4, 4, 4, 4, 8], [9, 1, 1, 1, 1, 9], 3, most=10)
+        [0, 1, 4]
     """
-    before = list(accumulate(times, initial=0.0))
-    slowest, _ = _best(times, stages, lambda first, stop: before[stop] - before[first])
-    held = list(accumulate(sizes, initial=0.0))
+    before, held = list(accumulate(times, initial=0.0)), list(accumulate(sizes, initial=0.0))
 
     def size(first: int, stop: int) -> float:
-        within = before[stop] - before[first] <= slowest * _SLACK
-        return held[stop] - held[first] if within else math.inf
+        return held[stop] - held[first]
 
-    return _best(times, stages, size)[1]
+    def time(first: int, stop: int) -> float:
+        return before[stop] - before[first] if size(first, stop) <= most else math.inf
+
+    slowest, _ = _best(times, stages, time)
+    if slowest == math.inf:
+        least, _ = _best(times, stages, size)
+        raise PlanError(
+            f"Cut in {stages} stages, the model has a stage with {as_text(int(least))} of parameters at least, and one "
+            f"may have {as_text(int(most))}. Take more stages, allow more, or let fsdp or tp divide each stage further."
+        )
+
+    def size_of_the_fastest(first: int, stop: int) -> float:
+        return size(first, stop) if time(first, stop) <= slowest * _SLACK else math.inf
+
+    return _best(times, stages, size_of_the_fastest)[1]
 
 
 def _best(units: Sequence[float], stages: int, cost: Callable[[int, int], float]) -> tuple[float, list[int]]:

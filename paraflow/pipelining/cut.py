@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -91,6 +92,7 @@ def cut(
     stages: Stages | None = None,
     costs: Mapping[str, float] | None = None,
     glue: float = 0.0,
+    most_bytes: float = math.inf,
 ) -> Cut:
     """Puts the units of a model in stages.
 
@@ -100,9 +102,10 @@ def cut(
         stages: The names of the modules of each stage; or names of which each begins a further stage. None balances.
         costs: The seconds that each unit takes, by name; None estimates them from weights.
         glue: What the last stage multiplies beside its units, as weights: a tied head.
+        most_bytes: The bytes of parameters that a stage may have, where stages are balanced.
 
     Raises:
-        PlanError: The names do not fit the model or the number of stages.
+        PlanError: A stage would have more. The names do not fit the model or the number of stages.
         ModelError: The model has fewer units than stages.
     """
     named = [] if stages is None else [one for part in stages for one in ([part] if isinstance(part, str) else part)]
@@ -112,7 +115,7 @@ def cut(
         _require_enough(model, units, count)
         sizes = [float(sum(p.nbytes for p in unit.module.parameters())) for unit in units]
         weighed = times if costs is not None else [*times[:-1], times[-1] + glue]
-        parts = _sliced(units, balance(weighed, sizes, count))
+        parts = _sliced(units, balance(weighed, sizes, count, most_bytes))
     elif all(isinstance(part, str) for part in stages):
         parts = _begun_by(model, units, named, count)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -83,6 +84,7 @@ def lay_out(
     stages: Stages | None = None,
     costs: Mapping[str, float] | None = None,
     shared: Sequence[str] = (),
+    most_bytes: float = math.inf,
 ) -> Layout:
     """Lays a model out in stages, and takes out of it what other ranks have.
 
@@ -96,12 +98,13 @@ def lay_out(
         stages: What belongs to each stage, or begins it (`cut`).
         costs: The time of each unit (`cut`).
         shared: Parameters that all stages hold, by pattern.
+        most_bytes: The bytes of parameters that a stage may have (`cut`).
 
     Raises:
         ModelError: It was laid out in another way, or has too few units.
         PlanError: What was asked for does not fit it.
     """
-    asked = (schedule.places, place, stages, costs, tuple(shared))
+    asked = (schedule.places, place, stages, costs, tuple(shared), most_bytes)
     known: Layout | None = model.__dict__.get(_ATTRIBUTE)
     if known is not None or outline_of(model) is not None:
         if known is None or known.asked != asked:
@@ -111,7 +114,8 @@ def lay_out(
             )
         return known
     mentioned = weights_used_by_glue(model, units_of(model))
-    parts = cut(model, schedule.stages, stages=stages, costs=costs, glue=glue_time(model, mentioned))
+    glue = glue_time(model, mentioned)
+    parts = cut(model, schedule.stages, stages=stages, costs=costs, glue=glue, most_bytes=most_bytes)
     outline = Outline.of(model)
     outline.units = tuple(name for stage in parts.names for name in stage)
     users = users_of(model, parts, mentioned, shared)

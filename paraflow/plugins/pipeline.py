@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,6 +15,7 @@ from paraflow.loss import StepOutput
 from paraflow.optim.kinds import has_step_hooks
 from paraflow.optim.rehearsal import steps_by_parameter
 from paraflow.plan import Plan
+from paraflow.plan_memory import bytes_of
 from paraflow.plugins.base import Phase, Plugin, State
 from paraflow.rules import Rule
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from paraflow.pipelining.layout import Layout
     from paraflow.pipelining.steps import StageSteps
     from paraflow.pipelining.ties import Ties
+
+_COPIES = 4  # parameters, gradients, Adam's two averages
 
 RULES = (
     Rule(
@@ -50,7 +54,10 @@ class Pipeline(Plugin):
         stages: The module names of each stage; or names, each of which begins a further stage. None balances the time.
         chunks: Stages on each rank.
         reshard: Whether FSDP lets go of parameters between micro-batches; else they stay gathered for a step.
-        costs: The seconds that each unit takes, by name; None estimates them from the weights.
+        costs: The seconds that each unit takes, by name, as `paraflow.pipelining.unit_seconds` measures them; None
+            estimates them from the weights.
+        stage_memory: What the parameters of a rank's stages, their gradients and Adam's two averages may take
+            (``"6GiB"``), before fsdp and tp divide it; balanced stages keep to it. None has no limit.
         shared: Parameters that all stages hold, by name or pattern: what a model uses outside of the layer they are in,
             where reading its code does not show it.
 
@@ -73,6 +80,7 @@ class Pipeline(Plugin):
         chunks: int = 1,
         reshard: bool = False,
         costs: Mapping[str, float] | None = None,
+        stage_memory: str | int | None = None,
         shared: Sequence[str] = (),
     ) -> None:
         self.degree = degree
@@ -81,6 +89,7 @@ class Pipeline(Plugin):
         self.reshard = reshard
         self._stages = _as_names(stages)
         self._costs = None if costs is None else dict(costs)
+        self._most_bytes = _parameter_bytes(stage_memory, chunks)
         self._shared = tuple(shared)
         self._layout: Layout | None = None
         self._ties: Ties | None = None
@@ -114,6 +123,7 @@ class Pipeline(Plugin):
             stages=self._stages,
             costs=self._costs,
             shared=self._shared,
+            most_bytes=self._most_bytes,
         )
         self._ties = Ties(engine.module, mesh, self._layout.holders(schedule.places))
         self._ties.give_values()
@@ -219,6 +229,13 @@ def _own_rules(schedule: str, degree: int, chunks: int, *, reshard: bool) -> Ite
 def _plain(text: str) -> str:
     """Text that comes through format as it is."""
     return text.replace("{", "{{").replace("}", "}}")
+
+
+def _parameter_bytes(stage_memory: str | int | None, chunks: int) -> float:
+    """The bytes that the parameters of one stage may have, where so much is there for all that is kept of them."""
+    if stage_memory is None:
+        return math.inf
+    return bytes_of(stage_memory, "stage_memory") / (_COPIES * chunks)
 
 
 def _as_names(stages: Any) -> tuple[str, ...] | tuple[tuple[str, ...], ...] | None:

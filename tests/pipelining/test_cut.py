@@ -235,3 +235,76 @@ class HeadFirst(nn.Module):
 def test_units_stand_in_the_order_in_which_forward_has_them() -> None:
     names = [unit.name for unit in units_of(HeadFirst())]
     assert names == ["stem", "norm", "blocks.0", "blocks.1", "unused", "head"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_stage_is_larger_than_it_may_be(seed: int) -> None:
+    chosen = random.Random(seed)
+    times, sizes = [chosen.randint(0, 9) for _ in range(7)], [chosen.randint(1, 9) for _ in range(7)]
+    ways = [(0, *cuts) for cuts in itertools.combinations(range(1, 7), 2)]
+
+    def stages(values: list[int], way: tuple[int, ...]) -> list[int]:
+        return [sum(values[first:stop]) for first, stop in zip(way, (*way[1:], 7), strict=True)]
+
+    for most in (*range(1, 40, 3), 1000):
+        fitting = [way for way in ways if max(stages(sizes, way)) <= most]
+        if not fitting:
+            with pytest.raises(pf.PlanError, match=r"a stage with .* of parameters at least, and one may have"):
+                balance(times, sizes, 3, most)
+            continue
+        found = tuple(balance(times, sizes, 3, most))
+        best = min((max(stages(times, way)), max(stages(sizes, way))) for way in fitting)
+        assert (max(stages(times, found)), max(stages(sizes, found))) == best
+
+
+def test_stage_memory_counts_all_that_is_kept_of_parameters() -> None:
+    # Four blocks in front that are fast and large: by time alone the first stage has all of them.
+    model = nn.Sequential(*(nn.Embedding(1000, 8) for _ in range(4)), *(nn.Linear(8, 8) for _ in range(2)))
+    assert [len(part) for part in cut(model, 2).stages] == [5, 1]
+    large = 4 * 1000 * 8 * 4  # parameters, gradients and Adam's averages of one table, in bytes
+    narrow = pf.plugins.Pipeline(2, stage_memory=3 * large)
+    assert [len(part) for part in cut(model, 2, most_bytes=narrow._most_bytes).stages] == [2, 4]
+    with pytest.raises(pf.PlanError, match=r"63\.1 KiB of parameters at least, and one may have 31\.2 KiB"):
+        cut(model, 2, most_bytes=pf.plugins.Pipeline(2, stage_memory=large)._most_bytes)
+    with pytest.raises(pf.PlanError, match="stage_memory"):
+        pf.plugins.Pipeline(2, stage_memory="much")
+
+
+class Loops(nn.Module):
+    """As many multiplications in each block, and one that does them a hundred times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.often = Often()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.often(x)
+
+
+class Often(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(64, 64)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        for _ in range(100):
+            x = super().forward(x)
+        return x
+
+
+def test_measured_times_balance_what_weights_do_not_show() -> None:
+    from paraflow.pipelining import unit_seconds
+
+    model = pf.configure(Loops(), loss="mse")
+    batch = torch.randn(64, 64), torch.randn(64, 64)
+    drawn = torch.get_rng_state()
+    costs = unit_seconds(model, batch)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert float(model.often.calls) == 0
+    assert list(costs) == ["blocks.0", "blocks.1", "blocks.2", "blocks.3", "often"]
+    assert [len(part) for part in cut(model, 2).stages] == [2, 3]
+    assert [len(part) for part in cut(model, 2, costs=costs).stages] == [4, 1]
