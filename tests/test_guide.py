@@ -222,7 +222,7 @@ def test_the_messages_of_layouts_are_raised(ranks: Pool) -> None:
 def test_its_plugins_are_made_as_it_says() -> None:
     section = TEXT.split("## 8.")[1].split("## 9.")[0]
     calls = re.findall(r"^pf\.plugins\..*$", section, re.MULTILINE)
-    assert len(calls) == 7
+    assert len(calls) == 8
     for call in calls:
         eval(call, {"pf": pf})
     schedules = re.findall(r'^\| (`"[^|]+) \|', section, re.MULTILINE)
