@@ -224,10 +224,11 @@ def _compared(
     mine: dict[str, tuple[float, float]] = {}
     for name in sorted(expected):
         after = _from_first(engine.mesh, expected[name])
+        began = _from_first(engine.mesh, before.get(name, torch.zeros(after.shape, dtype=after.dtype)))
         counts = significant.get(name, torch.ones(expected[name].shape, dtype=torch.bool))
         counts = _from_first(engine.mesh, counts.to(torch.uint8))
         if isinstance(state.get(name), torch.Tensor):
-            mine[name] = _apart(state[name], after, before.get(name), counts)
+            mine[name] = _apart(state[name], after, began, counts)
     apart, way = dict.fromkeys(expected, 0.0), dict.fromkeys(expected, 0.0)
     held: set[str] = set()
     for text in engine.mesh.gather_texts(json.dumps(mine)):
@@ -248,7 +249,7 @@ def _from_first(mesh: Mesh, expected: torch.Tensor) -> torch.Tensor:
 
 
 def _apart(
-    value: torch.Tensor, expected: torch.Tensor, before: torch.Tensor | None, counts: torch.Tensor
+    value: torch.Tensor, expected: torch.Tensor, before: torch.Tensor, counts: torch.Tensor
 ) -> tuple[float, float]:
     """The squared differences of what this rank holds, summed, and the squared way that it has come.
 
@@ -256,7 +257,7 @@ def _apart(
     """
     held = local(value.detach()).cpu().double()
     after, counted = _same_part(expected, value), _same_part(counts, value)
-    started = torch.zeros_like(after) if before is None else _same_part(before, value)
+    started = _same_part(before, value)
     stored = torch.finfo(value.dtype).eps * after.abs() if value.is_floating_point() else 0.0
     difference = ((held - after).abs() - stored).clamp(min=0)
     return float((counted * difference**2).sum()), float((counted * (after - started) ** 2).sum())

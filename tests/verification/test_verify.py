@@ -15,14 +15,14 @@ from tests.pool import Pool
 
 
 class Net(pf.Model):
-    def __init__(self, seed: int = 0, norm: bool = False) -> None:
+    def __init__(self, seed: int = 0, norm: bool = False, optimizer: str = "adamw") -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.stem = nn.Linear(6, 8)
         self.norm = nn.BatchNorm1d(8) if norm else nn.LayerNorm(8)
         self.dropout = nn.Dropout(0.5)
         self.head = nn.Linear(8, 3)
-        self.configure(optimizer="adamw", lr=1e-2, loss="cross_entropy")
+        self.configure(optimizer=optimizer, lr=1e-2, loss="cross_entropy")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.dropout(torch.tanh(self.norm(self.stem(x)))))
@@ -72,7 +72,7 @@ def on_two_ranks() -> list[Verification]:
         verified({"accumulate": 2, "clip_norm": 0.1}),
         verified({"fsdp": 2}, seed=rank),  # both start from the first rank's weights
         verified({"comm_hook": "bf16"}),
-        verified({}, [Doubled()]),
+        verified({}, [Doubled()], seed=rank, optimizer="sgd"),
         verified({"accumulate": 2}, [Flip()]),
         verified({"fsdp": 2, "apply_groups": "backward"}),
         verified({}, norm=True),
@@ -97,7 +97,9 @@ def test_what_is_right_agrees_and_what_is_wrong_is_named(ranks: Pool) -> None:
     assert halved.agrees
     assert 1e-5 < max(halved.parameters.values()) < halved.parameter_bound == 0.3
     assert not doubled.agrees
-    assert doubled.norm == pytest.approx(1.0)  # twice as large
+    assert doubled.planned.norms[0] == pytest.approx(2 * doubled.alone.norms[0])
+    # Both ranks' parameters have come twice as far as they should, from the first rank's weights.
+    assert 0.5 < doubled.parameters["head.bias"] < 2
     assert "does NOT train as one process does" in str(doubled)
     assert not normalised.agrees
     assert "Batch normalisation" in str(normalised)
