@@ -32,7 +32,7 @@ test-slow: install
 
 # Whole trainings under each kind of plan, beside one process.
 parity: install
-	$(BIN)/python -m pytest tests/parity -m "parity and not slow" -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest tests -m "parity and not slow" -n $(WORKERS) --dist loadfile
 
 # Every plan with every feature, as docs/compatibility.md has them; those with torch.compile are slow.
 matrix: install

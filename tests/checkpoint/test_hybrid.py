@@ -19,6 +19,8 @@ from paraflow.mesh import Mesh
 from paraflow.parts import cut, local, part_for, whole
 from paraflow.plan import Plan
 
+pytestmark = pytest.mark.parity
+
 SHAPES = [(12, 4), (7, 5), (24,), (13, 6)]
 
 

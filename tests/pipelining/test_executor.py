@@ -21,6 +21,8 @@ from paraflow.pipelining.orders import Kind, Schedule
 from paraflow.plan import Plan
 from tests.pool import Pool
 
+pytestmark = pytest.mark.parity
+
 WIDTH = 6
 BLOCKS = 8
 CASES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved_zero_bubble", 1)]

@@ -17,6 +17,8 @@ from paraflow.models import CausalLM
 from tests.parity.runs import whole_parameters
 from tests.parity.test_pipeline import Deep, causal, samples, tokens
 
+pytestmark = pytest.mark.parity
+
 BATCH, COUNT = 6, 20
 
 
