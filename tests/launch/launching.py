@@ -46,10 +46,6 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
         time.sleep(0.02)
 
 
-def _hear_hangups() -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
 class Launched:
     """`paraflow launch` of a script with the folder as its argument; the script writes pid0, pid1, ... there."""
 
@@ -67,8 +63,6 @@ class Launched:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            # Tests that are themselves run under nohup would hand on that a hangup is ignored.
-            preexec_fn=_hear_hangups,
         )
 
     def pids(self, number: int = 2) -> list[int]:
