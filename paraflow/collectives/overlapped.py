@@ -20,6 +20,44 @@ _PARTS = 8
 """Into how many buckets gradients are divided at least: what the last one holds is sent when backward is over."""
 
 
+def marks_of_use(parameters: Sequence[nn.Parameter], device: torch.device) -> torch.Tensor:
+    """Returns which parameters this rank has gradients of: to be added up, so that all know which any rank has.
+
+    It is made on the device, where nothing that is copied from the host is waited for.
+
+    Returns:
+        A float32 tensor of shape [parameters]: 1 where there is a gradient, else 0.
+
+    Example:
+        >>> marks_of_use([nn.Parameter(torch.ones(2))], torch.device("cpu"))
+        tensor([0.])
+    """
+    marks = torch.ones(len(parameters), device=device)
+    for place, parameter in enumerate(parameters):
+        if parameter.grad is None:
+            marks[place] = 0
+    return marks
+
+
+def take_from_others(
+    parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor], marks: torch.Tensor
+) -> None:
+    """Gives parameters that have no gradient here the one that other ranks have, where any has.
+
+    Args:
+        parameters: The parameters.
+        gradients: The gradient of each, over all ranks.
+        marks: What `marks_of_use` gave, over all ranks.
+    """
+    lacking = [place for place, parameter in enumerate(parameters) if parameter.grad is None]
+    if not lacking:  # a rank that lacks none need not look: on an accelerator that would wait for it
+        return
+    used = marks.tolist()
+    for place in lacking:
+        if used[place] > 0:
+            parameters[place].grad = gradients[place]
+
+
 class OverlappedAverage:
     """Averages gradients over a group's ranks, a bucket at a time, as soon as they are whole.
 
@@ -50,6 +88,7 @@ class OverlappedAverage:
         self._buckets = [_Bucket([next(left) for _ in bucket], group, dtype) for bucket in buckets_of(shares, most)]
         self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
         self._known = False
+        self._waits = False
         self._is_open = False
 
     @property
@@ -57,13 +96,18 @@ class OverlappedAverage:
         """How many buckets are on their way."""
         return sum(bucket.flat is not None for bucket in self._buckets)
 
-    def begin_step(self) -> None:
-        """Begins a step. What a step that was broken off has not begun is begun, so that all ranks end it alike."""
+    def begin_step(self, *, waits: bool = False) -> None:
+        """Begins a step. What a step that was broken off has not begun is begun, so that all ranks end it alike.
+
+        Args:
+            waits: Whether averages begin once all backwards are over, for somebody looks at gradients before. Ranks
+                need not say the same.
+        """
         if self._is_open and self._known:
             self._begin_rest()
             for bucket in self._buckets:
                 bucket.drop()
-        self._is_open = True
+        self._is_open, self._waits = True, waits
         for bucket in self._buckets:
             bucket.missing = len(bucket.slots)
         for slot in self._slots:
@@ -108,7 +152,7 @@ class OverlappedAverage:
             )
         if slot.seen == slot.expected:
             bucket.missing -= 1
-            if not bucket.missing:
+            if not bucket.missing and not self._waits:
                 self._begin_whole()
 
     def _begin_whole(self) -> None:

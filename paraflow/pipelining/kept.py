@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paraflow.pipelining.values import tensors_kept_in
 from paraflow.recompute.generators import is_generator, set_state_of, state_of
 
 MISSING: Any = object()
@@ -37,12 +38,14 @@ class Kept:
         (True, True, [1, 2])
     """
 
-    __slots__ = ("_content", "_version", "value")
+    __slots__ = ("_content", "_inside", "_version", "value")
 
     def __init__(self, value: Any) -> None:
         self.value = value
         self._version = version_of(value)
         self._content = contents_of(value)
+        is_container = type(value) is tuple or (self._content is not None and type(value) in _CONTAINERS)
+        self._inside = [Kept(tensor) for tensor in tensors_kept_in(value)] if is_container else []
 
     def differs(self, now: Any) -> bool:
         """Whether a value is another than this one was."""
@@ -50,12 +53,19 @@ class Kept:
             return not is_same_number(self.value, now)
         if isinstance(now, Tensor):
             return version_of(now) != self._version
+        if any(kept.differs(kept.value) for kept in self._inside):
+            return True
         return self._content is not None and not _same(self._content, contents_of(now))
 
     def restored(self) -> Any:
         """Returns the value, with what was in it."""
         if self._content is not None:
-            fill(self.value, self._content)
+            is_container = type(self._content) in _CONTAINERS
+            # What is put back may be changed in place again, and put back again.
+            fill(self.value, _copied(self._content, _DEEPEST) if is_container else self._content)
+        for kept in self._inside:
+            if kept.differs(kept.value):
+                kept.restored()
         return self.value
 
 

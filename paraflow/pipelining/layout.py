@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from paraflow.pipelining.replay import Replay
 from paraflow.pipelining.ties import Places, users_of
 
 if TYPE_CHECKING:
+    from paraflow.mesh import Mesh
     from paraflow.pipelining.orders import Schedule
 
 _ATTRIBUTE = "_paraflow_layout"
@@ -124,3 +126,65 @@ def lay_out(
     hollow(model, parts, schedule.stages_of(place), [name for name, places in holders.items() if place in places])
     model.__dict__[_ATTRIBUTE] = layout
     return layout
+
+
+def agreed_costs(
+    mesh: Mesh, costs: Mapping[str, float] | None, arguments: Mapping[str, Any]
+) -> Mapping[str, float] | None:
+    """Returns rank 0's costs on every rank, for each may have measured its own. A collective of the world.
+
+    Args:
+        mesh: The ranks.
+        costs: This rank's costs.
+        arguments: What else decides how a model is cut, by name: alike on every rank.
+
+    Raises:
+        ModelError: They differ; raised on every rank.
+    """
+    said = [json.loads(text) for text in mesh.gather_texts(json.dumps([costs, arguments], default=float))]
+    first = said[0][1]
+    for rank, (_, given) in enumerate(said):
+        for name, value in given.items():
+            if value != first.get(name):
+                raise ModelError(
+                    f"The ranks were given different pipelines: rank 0 has {name}={first.get(name)!r}, and rank {rank} "
+                    f"has {name}={value!r}. Give Pipeline the same arguments on every rank."
+                )
+    agreed: Mapping[str, float] | None = said[0][0]
+    return agreed
+
+
+def laid_out_alike(mesh: Mesh, lay: Callable[[], Layout]) -> Layout:
+    """Lays a model out, and makes sure that every rank has cut it in the same stages. A collective of the world.
+
+    Args:
+        mesh: The ranks.
+        lay: Lays the model out (`lay_out`).
+
+    Raises:
+        ModelError: Ranks have cut it otherwise, or could not: raised on every rank.
+    """
+    layout, failure = None, None
+    try:
+        layout = lay()
+    except Exception as error:  # the others wait for what this rank says
+        failure = error
+    said = mesh.gather_texts(json.dumps(None if layout is None else layout.cut.names))
+    if failure is not None:
+        raise failure
+    assert layout is not None, "It failed otherwise."
+    other = next((rank for rank, text in enumerate(said) if text != said[0]), None)
+    if other is not None:
+        first, second = (_in_words(json.loads(said[rank])) for rank in (0, other))
+        raise ModelError(
+            f"The ranks have cut the model in different stages: rank 0 {first}, and rank {other} {second}. Each layer "
+            "must be on one rank. Build the same model on every rank, or write the stages out: "
+            "plugins=[pf.plugins.Pipeline(..., stages=[['embedding', 'blocks.0'], ['blocks.1', 'head']])]."
+        )
+    return layout
+
+
+def _in_words(names: Sequence[Sequence[str]] | None) -> str:
+    if names is None:
+        return "raised an error"
+    return "has " + " | ".join(" ".join(stage) for stage in names)

@@ -47,6 +47,7 @@ class StageState:
         self._late: dict[Place, bool] = {}  # whether it is also read early
         self._known: set[Place] = set()
         self._begin: dict[Place, Kept] = {}
+        self._before: dict[Place, Kept] = {}  # what no stage was known to write, when the step began
         self._of_stage: dict[int, dict[Place, Kept]] = {}
         self._left: Look | None = None
 
@@ -102,6 +103,7 @@ class StageState:
         """Runs a step: afterwards the state is the same on every rank. A collective along ``pp``, if it writes late."""
         self._of_stage = {}
         self._begin = {place: Kept(self._state.get(place)) for place in self._known} if self._several else {}
+        self._before = self._kept_of_others() if self._several else {}
         moved, self._replay.moved = self._replay.moved, self._moved
         try:
             yield
@@ -114,16 +116,14 @@ class StageState:
     def stage(self, stage: int) -> Iterator[None]:
         """Runs a stage on a micro-batch: it goes on from what it wrote in the micro-batch before."""
         self._put(stage)
-        before = self._state.look() if self._several else {}
         self._left = None
         yield
         if stage == self._last:
             self._require_known()
         if self._several:
-            for place in changed(before, self._state.look()):
-                if place not in self._known:
-                    self._known.add(place)
-                    self._begin[place] = Kept(before.get(place, (MISSING, 0))[0])
+            for place in self._unforeseen():
+                self._known.add(place)
+                self._begin[place] = self._before.get(place, Kept(MISSING))
             self._of_stage[stage] = {place: Kept(self._state.get(place)) for place in self._known}
 
     @contextmanager
@@ -139,6 +139,27 @@ class StageState:
     @property
     def _several(self) -> bool:
         return len(self._stages) > 1
+
+    def _kept_of_others(self) -> dict[Place, Kept]:
+        """What is at the places that no trace has shown to be written: a step may write there all the same."""
+        found = {}
+        for place, value in self._state.items():
+            if place not in self._known:
+                kept = self._before.get(place)
+                # A copy of a tensor, such as a large mask, is good until torch has counted a write.
+                is_good = kept is not None and isinstance(value, Tensor) and not kept.differs(value)
+                found[place] = kept if kept is not None and is_good else Kept(value)
+        return found
+
+    def _unforeseen(self) -> list[Place]:
+        """Where the stage that was run has written, and no trace or stage before had: also within lists and tensors."""
+        now, nothing = dict(self._state.items()), Kept(MISSING)
+        places = [*now, *(place for place in self._before if place not in now)]
+        return [
+            place
+            for place in places
+            if place not in self._known and self._before.get(place, nothing).differs(now.get(place, MISSING))
+        ]
 
     def _put(self, stage: int) -> None:
         if self._several:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paraflow.collectives import add_up, broadcast
+from paraflow.collectives.overlapped import marks_of_use, take_from_others
 from paraflow.errors import PlanError
 from paraflow.mesh import Mesh
 from paraflow.parts import local
@@ -102,11 +103,9 @@ class Ties:
             if not trained:
                 continue
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-            used = torch.tensor([float(p.grad is not None) for p in trained], device=self._mesh.device)
-            add_up([*map(local, gradients), used], group, _BUCKET_BYTES)
-            for place, (parameter, gradient) in enumerate(zip(trained, gradients, strict=True)):
-                if parameter.grad is None and bool(used[place] > 0):
-                    parameter.grad = gradient
+            marks = marks_of_use(trained, self._mesh.device)
+            add_up([*map(local, gradients), marks], group, _BUCKET_BYTES)
+            take_from_others(trained, gradients, marks)
 
     def _shared(self) -> Iterator[tuple[list[nn.Parameter], dist.ProcessGroup]]:
         for places, group in self._groups.items():

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from paraflow.collectives import OverlappedAverage, average, broadcast
+from paraflow.collectives.overlapped import marks_of_use, take_from_others
 from paraflow.errors import ModelError
 from paraflow.parts import is_spread, local
 from paraflow.plan import Plan
@@ -97,11 +98,11 @@ class DataParallel(Plugin):
         parts = [p for p in module.parameters() if is_spread(p) and not _is_shared_out(p)]
         if parts or not engine.runs_in_turn:  # alike on all ranks of the world, which make the group
             self._own_group = engine.mesh.group_of_places("dp", range(engine.mesh.degree("dp")))
-        if not any(p.requires_grad for p in module.parameters()):
-            return module
         replicated = [p for p in module.parameters() if p.requires_grad and not _is_shared_out(p)]
         whole = [p for p in replicated if not is_spread(p)]
-        if not engine.runs_in_turn or not whole:
+        if (
+            not engine.runs_in_turn or not whole
+        ):  # where nothing is trained (a frozen stage), values are made alike, too
             self._engine, self._ours = engine, replicated
             given = [local(p) for p in module.parameters() if not _is_shared_out(p)]
             broadcast([*given, *module.buffers()], group, self._bucket_bytes)
@@ -170,7 +171,8 @@ class DataParallel(Plugin):
         if averaging is None:
             return stack
         if index == 0 and part != "backward":
-            averaging.begin_step()
+            listens = self._engine is not None and bool(self._engine.hooks.after_backward)
+            averaging.begin_step(waits=listens)  # what is on its way is not to be looked at
         if last and part != "forward":
             stack.enter_context(averaging.in_last_backward())
         return stack
@@ -206,12 +208,10 @@ class DataParallel(Plugin):
         """Averages what other plugins have completed; what no replica has used has no gradient afterwards, either."""
         parameters = self._completed
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        used = torch.tensor([float(p.grad is not None) for p in parameters], device=engine.mesh.device)
+        marks = marks_of_use(parameters, engine.mesh.device)
         dtype = DTYPES.get(engine.plan.comm_hook or "")
-        average([*map(local, gradients), used], engine.mesh.group("dp"), self._bucket_bytes, dtype)
-        for place, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-            if parameter.grad is None and bool(used[place] > 0):
-                parameter.grad = gradient
+        average([*map(local, gradients), marks], engine.mesh.group("dp"), self._bucket_bytes, dtype)
+        take_from_others(parameters, gradients, marks)
 
     def _require_all_used(self, engine: Engine) -> None:
         if self._checked or (self._replica is None and self._own_group is None):

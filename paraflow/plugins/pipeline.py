@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -54,8 +55,8 @@ class Pipeline(Plugin):
         stages: The module names of each stage; or names, each of which begins a further stage. None balances the time.
         chunks: Stages on each rank.
         reshard: Whether FSDP lets go of parameters between micro-batches; else they stay gathered for a step.
-        costs: The seconds that each unit takes, by name, as `paraflow.pipelining.unit_seconds` measures them; None
-            estimates them from the weights.
+        costs: The seconds that each unit takes, by name, as `paraflow.pipelining.unit_seconds` measures them; those of
+            rank 0 count on all ranks. None estimates them from the weights.
         stage_memory: What the parameters of a rank's stages, their gradients and Adam's two averages may take
             (``"6GiB"``), before fsdp and tp divide it; balanced stages keep to it. None has no limit.
         shared: Parameters that all stages hold, by name or pattern: what a model uses outside of the layer they are in,
@@ -89,6 +90,7 @@ class Pipeline(Plugin):
         self.reshard = reshard
         self._stages = _as_names(stages)
         self._costs = None if costs is None else dict(costs)
+        self._stage_memory = stage_memory
         self._most_bytes = _parameter_bytes(stage_memory, chunks)
         self._shared = tuple(shared)
         self._layout: Layout | None = None
@@ -107,28 +109,42 @@ class Pipeline(Plugin):
         mesh = engine.mesh
         if mesh.degree("pp") == 1:
             return module
-        from paraflow.pipelining.layout import lay_out
+        from paraflow.pipelining.layout import agreed_costs, laid_out_alike, lay_out
         from paraflow.pipelining.orders import Schedule
         from paraflow.pipelining.steps import StageSteps
         from paraflow.pipelining.ties import Ties
 
         self._micro_batches = engine.plan.accumulate
         require_same_births(engine.module, mesh, ("pp",))
+        costs = agreed_costs(mesh, self._costs, self._cut_by)
         schedule = Schedule(self.schedule, self.degree, self.chunks)
-        self._layout = lay_out(
+        lay = partial(
+            lay_out,
             engine.module,
             schedule,
             mesh.coordinate("pp"),
             mesh.device,
             stages=self._stages,
-            costs=self._costs,
+            costs=costs,
             shared=self._shared,
             most_bytes=self._most_bytes,
         )
+        self._layout = laid_out_alike(mesh, lay)
         self._ties = Ties(engine.module, mesh, self._layout.holders(schedule.places))
         self._ties.give_values()
         self._steps = StageSteps(module, engine, self._layout, schedule)
         return self._steps
+
+    @property
+    def _cut_by(self) -> dict[str, Any]:
+        """The arguments that ranks must have alike: all but the costs, which each may have measured."""
+        return {
+            "schedule": self.schedule,
+            "chunks": self.chunks,
+            "stages": self._stages,
+            "shared": self._shared,
+            "stage_memory": self._stage_memory,
+        }
 
     def run_micro_batches(self, engine: Engine, batch: Batch) -> list[StepOutput]:
         """Runs a step's micro-batches through all stages; every rank has what they gave."""

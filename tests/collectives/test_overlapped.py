@@ -102,6 +102,36 @@ def test_gradients_are_averaged_in_backward(ranks: Any, dtype: torch.dtype | Non
             torch.testing.assert_close(gradients, expected(step), rtol=tolerance, atol=tolerance)
 
 
+def looked_at() -> list[Tensor | None]:
+    """Three steps; one rank looks at gradients after backward in the first and in the last."""
+    net = Net()
+    averaging, rank = averaging_of(net)
+    for step in range(3):
+        net.zero_grad()
+        looks = rank == 0 and step != 1
+        averaging.begin_step(waits=looks)
+        with averaging.in_last_backward():
+            torch.autograd.backward(loss(net, rank, step))
+        assert (averaging.begun == 0) if looks else (averaging.begun > 3 or not step)
+        if looks:
+            alone = Net()
+            torch.autograd.backward(loss(alone, rank, step))
+            assert all(
+                p.grad is None or torch.equal(p.grad, other.grad)
+                for p, other in zip(net.parameters(), alone.parameters(), strict=True)
+            )
+        averaging.finish_step()
+    return [p.grad for p in net.parameters()]
+
+
+def test_gradients_that_are_looked_at_are_averaged_later(ranks: Any) -> None:
+    for gradients in ranks(RANKS, looked_at):
+        found = {
+            name: one for (name, _), one in zip(Net().named_parameters(), gradients, strict=True) if one is not None
+        }
+        torch.testing.assert_close(found, expected(2), rtol=1e-5, atol=1e-5)
+
+
 def too_often() -> str:
     net = nn.Linear(8, 8)
     averaging, _ = averaging_of(net)

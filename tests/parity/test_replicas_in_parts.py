@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,48 @@ class Block(nn.Module):
 class Statistics(pf.Model):
     """Layers that keep running statistics on each stage."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int = 0) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         self.blocks = nn.Sequential(*(Block() for _ in range(4)))
         self.head = nn.Linear(16, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.blocks(x))
+
+
+class Looking(pf.Callback):
+    """Notes the averages that are on their way when gradients can be looked at."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+
+    def on_after_backward(self, trainer: pf.Trainer, logs: dict[str, Any]) -> None:
+        (plugin,) = [plugin for plugin in trainer.engine.plugins if isinstance(plugin, pf.plugins.DataParallel)]
+        averaging = plugin._averaging
+        self.begun.append(0 if averaging is None else averaging.begun)
+
+
+def frozen(plan: dict[str, Any], **arguments: Any) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """A first half that is not trained, of replicas that were seeded apart."""
+    model = Statistics(seed=int(os.environ["RANK"]) % 2).configure(optimizer="sgd", lr=0.1, loss="cross_entropy")
+    model.blocks[:2].requires_grad_(False)
+    looking = Looking()
+    trainer = pf.Trainer(**MORE, callbacks=[looking], **plan, **arguments)
+    trainer.fit(model, data(), batch_size=24)
+    loss = trainer.evaluate(model, data(), batch_size=24)["loss"]
+    return {**whole_parameters(trainer), "loss": torch.tensor(loss)}, looking.begun
+
+
+def frozen_stage(plan: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[int]]:
+    return frozen(plan, plugins=[pf.plugins.Pipeline(2, stages=["blocks.2"])])
+
+
+def test_a_stage_that_is_not_trained_is_alike_on_all_replicas(ranks: Any) -> None:
+    expected, _ = ranks(2, frozen, {"dp": 2, "accumulate": 2})[0]
+    for found, begun in ranks(4, frozen_stage, {"dp": 2, "accumulate": 2}):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        assert begun == [0] * 6, "nothing is on its way while a callback looks"
 
 
 def mlp() -> nn.Sequential:

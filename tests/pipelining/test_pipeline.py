@@ -277,6 +277,40 @@ def test_a_model_is_trained_again_under_the_same_stages_only(ranks: Any) -> None
         assert all("earlier Trainer" in text for text in said), said
 
 
+def given_apart() -> list[Any]:
+    """Trains with costs of each rank's own, and returns what is said of other things that differ."""
+    rank, found = int(os.environ["RANK"]), list[Any]()
+    costs = {f"body.{place}": 1.0 + 9.0 * ((place > 6) == bool(rank)) for place in range(0, 16, 2)}
+    found.append(whole_parameters(fitted(Deep(), samples(COUNT), plugins=[pf.plugins.Pipeline(2, costs=costs)])))
+    longer = Deep()
+    longer.body.extend([nn.Linear(4, 4)] if rank else [])
+    for model, arguments in (
+        (Deep(), {"stages": [f"body.{2 + 2 * rank}"]}),
+        (Deep(), {"stages": ["body.99"] if rank else None}),
+        (Deep(), {"shared": ("body.0.*",) if rank else ()}),
+        (longer, {}),
+        (Deep() if rank else nn.Sequential(nn.Linear(6, 4)), {}),
+    ):
+        plugins = [pf.plugins.Pipeline(2, **arguments)]  # type: ignore[arg-type]
+        with pytest.raises(pf.ModelError) as error:
+            fitted(pf.configure(model, loss="cross_entropy"), samples(COUNT), plugins=plugins)
+        found.append(str(error.value))
+    return found
+
+
+def test_ranks_cut_in_the_same_stages_or_all_refuse(ranks: Any) -> None:
+    expected = whole_parameters(fitted(Deep(), samples(COUNT), pp=1))
+    first, second = ranks(2, given_apart)
+    for found, *said in (first, second):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        assert all("different pipelines: rank 0 has stages=" in text for text in said[:2])
+        assert "rank 0 has shared=[], and rank 1 has shared=['body.0.*']" in said[2]
+        assert "different stages: rank 0 has body.0 " in said[3]
+        assert "Build the same model on every rank" in said[3]
+    assert "units" in first[-1], "what the rank itself has found"
+    assert "rank 0 raised an error" in second[-1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -165,12 +166,13 @@ def test_what_is_written_after_the_last_layer_is_given_to_all(ranks: Any) -> Non
 
 @dataclass
 class Alone:
-    """The last of two ranks along the pipeline, by itself."""
+    """One of two ranks along the pipeline, by itself: the last one, if not said otherwise."""
 
+    place: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def coordinate(self, dim: str) -> int:
-        return 1
+        return self.place
 
 
 def test_what_a_trace_did_not_show_is_refused() -> None:
@@ -185,6 +187,58 @@ def test_what_a_trace_did_not_show_is_refused() -> None:
     said = r"'scale' is written after the layers .* was not when the step was traced"
     with pytest.raises(pf.ModelError, match=said), state.step(), state.stage(1):
         replay.run(1, lambda: model(x), [torch.randn(5, 4)], traffic)
+
+
+class Surprised(nn.Module):
+    """Four layers, before which some batches are noted, in place."""
+
+    hits: Tensor
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.register_buffer("hits", torch.zeros(2))
+        self.register_buffer("mask", torch.ones(6))
+        self.seen, self.table, self.generator = list[float](), {"n": [0]}, random.Random(3)
+        self.sums, self.pair = [torch.zeros(2)], (torch.zeros(()), 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.max() > 10:
+            self.hits[0].add_(1)
+            self.seen.append(float(x.max()))
+            self.table["n"][0] += 1
+            self.sums[0].add_(x.sum())
+            self.pair[0].add_(1)
+            self.generator.random()
+        if not hasattr(self, "least") or x.min() < self.least:
+            self.least = x.min()
+        for layer in self.layers:
+            x = layer(x * self.mask)
+        return x
+
+
+def test_what_a_trace_did_not_show_is_written_once_where_a_rank_has_several_stages() -> None:
+    model, whole = Surprised(), Surprised()
+    replay = Replay(model, [[f"layers.{place}"] for place in range(4)])
+    state = StageState(replay, cast("Mesh", Alone(0)), Schedule("zbv", 2, 2))
+    batches = [torch.full((5, 6), value) for value in (1.0, 11.0, 2.0, 12.0, 13.0, 3.0)]
+    traffic = replay.trace(lambda: model(batches[0]))
+    state.expect(traffic, lambda: model(batches[0]))
+    for step in range(0, len(batches), 3):
+        with state.step():
+            for stage in (0, 3):
+                for x in batches[step : step + 3]:
+                    received = [torch.randn(5, 6)] if stage else []
+                    with state.stage(stage):
+                        replay.run(stage, partial(model, x), received, traffic)
+        for x in batches[step : step + 3]:
+            whole(x)
+        assert torch.equal(model.hits, whole.hits)
+        assert (model.seen, model.table, model.least) == (whole.seen, whole.table, whole.least)
+        torch.testing.assert_close((model.sums, model.pair), (whole.sums, whole.pair), rtol=0, atol=0)
+        assert model.generator.getstate() == whole.generator.getstate()
+    assert whole.seen == [11.0, 12.0, 13.0]
 
 
 def _counts_again(m: Any, x: Tensor, y: Tensor) -> None:
