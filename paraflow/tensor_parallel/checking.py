@@ -23,12 +23,9 @@ from torch import nn
 from paraflow.data.order import preserved_random_state
 from paraflow.errors import ModelError
 from paraflow.parts import whole
+from paraflow.tensor_parallel.distances import distance_in_all, distance_in_each, floor_of, rounding_of
 from paraflow.tensor_parallel.likeness import Likeness, copies, evaluated
 from paraflow.tensor_parallel.region import Region
-
-_MOST = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 8e-3, torch.bfloat16: 3e-2}
-"""How far two outputs may be apart, as a share of their size, by what rounding makes of sums in another order."""
-_TF32 = 4e-3
 
 Change = Callable[[nn.Module, Any, Any, Callable[[torch.Tensor], torch.Tensor]], tuple[Any, Any]]
 
@@ -129,12 +126,14 @@ class Check:
                 f"and a pipeline cuts it, so that it cannot be seen whether this is right. {self._remedy}"
             )
         apart, most = self._compared(args, kwargs)
-        apart = _largest(apart, owner, self._region)
         if not apart <= most:
             raise self._refusal(apart, most)
 
     def _compared(self, args: Any, kwargs: Any) -> tuple[float, float]:
-        """How far the outputs, and the gradients of a sum of them, are apart; and how far rounding takes them."""
+        """How far the outputs, and the gradients of a sum of them, are apart; and how far rounding takes them.
+
+        What one rank finds decides nothing before all know of it, since collectives follow.
+        """
         owner = self._before.owner
         with _aside(owner), evaluated(owner):
             given = self._change(owner, args, kwargs, self._joined) if self._change else (args, kwargs)
@@ -143,15 +142,16 @@ class Check:
                 (split_args, split_kwargs), split_leaves = copies((args, kwargs))
                 split = self._before.run_split(*split_args, **split_kwargs)
                 (whole_args, whole_kwargs), whole_leaves = copies(given)
-                reference = made(*whole_args, **whole_kwargs)
-            apart, most = self._apart(split, reference)
+                reference = made.forward(*whole_args, **whole_kwargs)  # the live one's hooks are not run either
+            apart, most = self._apart(split, reference, given)
             if apart > most or _has_units(owner):
                 return apart, most
             mine = self._gradients(owner, split_leaves, split, reference, split=True)
             theirs = self._gradients(made, whole_leaves, reference, reference, split=False)
             pairs = zip(mine[0], theirs[0], strict=True)
             inputs = [a if a.shape == b.shape else self._joined(a) for a, b in pairs]
-        return max(apart, _distance_in_all(inputs, theirs[0]), _distance_in_all(mine[1], theirs[1])), most
+            apart = max(apart, distance_in_all(inputs, theirs[0]), distance_in_each(mine[1], theirs[1], floor_of(most)))
+            return _largest(apart, owner, self._region), most
 
     def _gradients(
         self, module: nn.Module, leaves: Sequence[torch.Tensor], output: Any, like: Any, split: bool
@@ -190,20 +190,37 @@ class Check:
     def _joined(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._region.collect(hidden.detach(), 1).requires_grad_(hidden.requires_grad)
 
-    def _apart(self, split: Any, whole: Any) -> tuple[float, float]:
-        """How far outputs are apart, and how far rounding takes them."""
-        mine, theirs = _tensors(split), _tensors(whole)
-        if len(mine) != len(theirs):
+    def _apart(self, split: Any, whole: Any, given: Any) -> tuple[float, float]:
+        """How far outputs are apart on any rank, and how far rounding takes them."""
+        owner, region = self._before.owner, self._region
+        mine, theirs, inputs = _tensors(split), _tensors(whole), _tensors(given)
+        if _largest(float(self._have_other_forms(mine, theirs)), owner, region):
             return float("inf"), 0.0
         if self._blocks and mine:
             mine[0] = self._joined(mine[0])
-        most = max([_rounding(tensor.dtype) for tensor in theirs if tensor.is_floating_point()], default=0.0)
-        return max((self._distance(a, b) for a, b in zip(mine, theirs, strict=True)), default=0.0), most
+        most = max([rounding_of(tensor.dtype) for tensor in theirs if tensor.is_floating_point()], default=0.0)
+        apart = max(
+            (self._distance(a, b, floor_of(most), inputs) for a, b in zip(mine, theirs, strict=True)), default=0.0
+        )
+        return _largest(apart, owner, region), _largest(most, owner, region)
 
-    def _distance(self, split: torch.Tensor, whole: torch.Tensor) -> float:
+    def _have_other_forms(self, mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
+        """Whether outputs are others than could be compared: in number, dimensions, or what has a gradient."""
+        if len(mine) != len(theirs):
+            return True
+        pairs = list(zip(mine, theirs, strict=True))
+        if self._blocks and any(
+            a.select(1, 0).shape != b.select(1, 0).shape for a, b in pairs[:1] if a.dim() > 1 < b.dim()
+        ):
+            return True  # the tokens of such shares could not be joined
+        return any(a.dim() != b.dim() or a.requires_grad != b.requires_grad for a, b in pairs)
+
+    def _distance(
+        self, split: torch.Tensor, whole: torch.Tensor, floor: float, inputs: Sequence[torch.Tensor]
+    ) -> float:
         if split.shape != whole.shape:
             return 0.0 if self._is_by_heads(split, whole) else float("inf")
-        return _distance_in_all([split], [whole])
+        return distance_in_all([split], [whole], floor, [x for x in inputs if x.shape == whole.shape])
 
     def _is_by_heads(self, split: torch.Tensor, whole: torch.Tensor) -> bool:
         """Whether an output is one of each head, as attention weights are, of which a rank has its own heads'."""
@@ -327,14 +344,6 @@ def _aside(owner: nn.Module) -> Iterator[None]:
         yield
 
 
-def _distance_in_all(ours: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
-    """How far tensors are apart together, as a share of their size."""
-    pairs = [[torch.nan_to_num(tensor.detach().double()) for tensor in pair] for pair in zip(ours, others, strict=True)]
-    apart = sum((a - b).square().sum().item() for a, b in pairs) ** 0.5
-    size = sum(b.square().sum().item() for _, b in pairs) ** 0.5
-    return 0.0 if apart == 0 else apart / max(size, 1e-30)
-
-
 def _has_units(owner: nn.Module) -> bool:
     """Whether modules inside join their parameters by hooks, whose backward is not to be begun in a forward."""
     return any(hasattr(type(inner), "set_requires_gradient_sync") for inner in owner.modules() if inner is not owner)
@@ -352,16 +361,6 @@ def _tensors(output: Any) -> list[torch.Tensor]:
     from torch.utils._pytree import tree_leaves
 
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-
-
-def _rounding(dtype: torch.dtype) -> float:
-    lowest = [_MOST.get(dtype, 0.1)]
-    for device in ("cuda", "cpu"):
-        if torch.is_autocast_enabled(device):
-            lowest.append(_MOST.get(torch.get_autocast_dtype(device), 0.1))
-    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        lowest.append(_TF32)
-    return max(lowest)
 
 
 def groups_of(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from paraflow.parts import whole
+from paraflow.tensor_parallel.traces import Traces
 
 _HELD = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
@@ -146,9 +147,9 @@ def _note(value: Any, memo: dict[int, Any], seen: set[int], leaves: list[torch.T
 
 @contextmanager
 def evaluated(module: nn.Module) -> Iterator[None]:
-    """Runs a block with a module in evaluation mode; its modes and buffers are put back, however the block ends."""
+    """Runs a block with a module in evaluation mode; what it is and keeps is put back, however the block ends."""
     modes = [(inner, inner.training) for inner in module.modules()]
-    held = [(buffer, buffer.detach().clone()) for buffer in module.buffers() if not buffer.is_meta]
+    traces = Traces(module)
     for inner, _ in modes:
         inner.__dict__["training"] = False
     try:
@@ -156,6 +157,4 @@ def evaluated(module: nn.Module) -> Iterator[None]:
     finally:
         for inner, mode in modes:
             inner.__dict__["training"] = mode
-        with torch.no_grad():
-            for buffer, before in held:
-                buffer.copy_(before)
+        traces.put_back()

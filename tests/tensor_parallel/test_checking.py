@@ -51,6 +51,90 @@ class Gated(Pair):
         return self.fc2(self.fc1(x).tanh() * self.open(x).sigmoid())
 
 
+class OneRank(Pair):
+    """Its second output is right on the rank that has the first feature, and wrong on all others."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inner = functional.relu(self.fc1(x))
+        return self.fc2(inner), inner[..., 0].mean()
+
+
+class SmallOutput(Pair):
+    """What a rank gets wrong is a small part of what is added to the input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = functional.relu(self.fc1(x))
+        return x + 0.01 * self.fc2(inner) + 4e-4 * inner.mean(-1, keepdim=True).detach()
+
+
+class SmallGradient(Gated):
+    """Those of the gate are wrong, and far smaller than all others."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.fc1(x).tanh() * (1 + 2e-4 * self.open(x).tanh()))
+
+
+class Turned(nn.Module):
+    """What attentions share, as they share rotary embeddings: its buffer is kept for their backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class Recording(Pair):
+    """It keeps what it has seen, in every way that a module may."""
+
+    def __init__(self, turned: Turned) -> None:
+        super().__init__()
+        self.turned, self.losses, self.calls, self.by_name = turned, [], 0, {"seen": [0]}
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("written", torch.zeros(()))
+        self.hooked: list[int] = []
+        hooked = self.hooked
+        self.fc1.register_forward_hook(lambda layer, inputs, output: hooked.append(1))
+        self.fc2.register_forward_pre_hook(self.note)
+        self.noted = 0
+
+    def note(self, layer: nn.Module, inputs: Any) -> None:
+        self.noted += 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps = self.steps + 1
+        self.written.data.add_(1)
+        self.calls += 1
+        self.by_name["seen"].append(self.calls)
+        out = self.fc2(functional.relu(self.fc1(self.turned(x))))
+        self.losses.append(out.mean().detach())
+        self.last = out.detach()
+        return out
+
+    def kept(self) -> list[Any]:
+        numbers = [self.calls, self.noted, int(self.steps), int(self.written)]
+        return [*numbers, len(self.losses), len(self.hooked), self.by_name["seen"]]
+
+
+class Recordings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        turned = Turned()
+        self.one, self.two = Recording(turned), Recording(turned)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(x + self.one(x))
+
+
+class HookedOwner(Pair):
+    """What its hooks change, they change once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_hook(lambda layer, inputs, output: output * 2)
+
+
 class CalledFromElsewhere(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -97,19 +181,22 @@ class SlopesKept(Heads):
 
 
 class Block(nn.Module):
-    def __init__(self, mixes: bool = False) -> None:
+    def __init__(self, mixes: bool = False, more: bool = False) -> None:
         super().__init__()
-        self.attention, self.norm, self.mixes = Heads(), nn.LayerNorm(WIDTH), mixes
+        self.attention, self.norm, self.mixes, self.more = Heads(), nn.LayerNorm(WIDTH), mixes, more
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
+        tokens = x.shape[1]
         x = x + self.attention(self.norm(x))
+        if self.more and tokens == 3 and torch.distributed.get_rank() == 1:
+            return x, x.sum()
         return x - x.mean(1, keepdim=True) if self.mixes else x
 
 
 class Blocks(nn.Module):
     def __init__(self, mixes: str = "") -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(mixes == "inside") for _ in range(2))
+        self.blocks = nn.ModuleList(Block(mixes == "inside", mixes == "more") for _ in range(2))
         self.between = mixes == "between"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -125,7 +212,8 @@ class Net(pf.Model):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.before(x)
-        return self.head((x + self.inner(x)).mean(1))
+        inner = self.inner(x)
+        return self.head((x + (sum(inner) if isinstance(inner, tuple) else inner)).mean(1))
 
 
 SHARES = {"sequence_parallel": True}
@@ -133,14 +221,20 @@ CASES: dict[str, tuple[type[nn.Module], tuple[Any, ...], dict[str, Any]]] = {
     "pair": (Pair, (), {}),
     "attention": (Heads, (), {}),
     "blocks": (Blocks, (), SHARES),
+    "recordings": (Recordings, (), {}),
+    "hooked owner": (HookedOwner, (), {}),
     "said": (Softmax, (), {"plan": {"inner.fc1": "colwise_joined", "inner.fc2": "rowwise"}}),
     "softmax": (Softmax, (), {}),
     "read twice": (ReadTwice, (), {}),
     "gated": (Gated, (), {}),
+    "one rank": (OneRank, (), {}),
+    "small output": (SmallOutput, (), {}),
+    "small gradient": (SmallGradient, (), {}),
     "elsewhere": (CalledFromElsewhere, (), {}),
     "slopes": (Slopes, (), {}),
     "slopes kept": (SlopesKept, (), {}),
     "mixes inside": (Blocks, ("inside",), SHARES),
+    "more on one rank": (Blocks, ("more",), SHARES),
     "mixes between": (Blocks, ("between",), SHARES),
 }
 
@@ -166,14 +260,24 @@ def all_trained() -> dict[str, Any]:
 
 def test_wrong_numbers_are_refused_on_all_ranks_and_right_ones_trained(ranks: Any) -> None:
     for found in ranks(2, all_trained):
-        for name in ("pair", "attention", "blocks", "said"):
+        for name in ("pair", "attention", "blocks", "recordings", "hooked owner", "said"):
             assert found[name] == pytest.approx(trained(name, []), rel=1e-5), name
         assert found["run again"] == pytest.approx(found["attention"], rel=1e-6)
-        for name in ("softmax", "read twice", "gated", "slopes", "slopes kept"):
+        for name in (
+            "softmax",
+            "read twice",
+            "gated",
+            "one rank",
+            "small output",
+            "small gradient",
+            "slopes",
+            "slopes kept",
+        ):
             assert f"inner ({CASES[name][0].__name__}) is split over tp=2 ranks" in found[name], name
             assert "plan={'inner." in found[name], name
         assert "called from somewhere else than its forward" in found["elsewhere"]
         assert "inner.blocks.0 (Block) computes on shares of the sequence" in found["mixes inside"]
+        assert "inner.blocks.0 (Block) computes on shares" in found["more on one rank"]
         assert "inner.blocks.1 was given something else than the block before it" in found["mixes between"]
 
 
@@ -244,3 +348,15 @@ def states() -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_comparison_draws_nothing(ranks: Any) -> None:
     for compared, other in ranks(2, states):
         assert torch.equal(compared, other)
+
+
+def kept_after_a_step() -> list[Any]:
+    model = pf.configure(Net(inner := Recordings()), optimizer="sgd", lr=0.1, loss="cross_entropy")
+    data = (torch.randn(8, 6, WIDTH), torch.randint(5, (8,)))
+    pf.Trainer(max_steps=1, progress=False, plugins=[pf.plugins.TensorParallel(2)]).fit(model, data, batch_size=8)
+    return [*inner.one.kept(), *inner.two.kept()]
+
+
+def test_a_comparison_leaves_no_trace(ranks: Any) -> None:
+    once = [1, 1, 1, 1, 1, 1, [0, 1]]
+    assert ranks(2, kept_after_a_step) == [[*once, *once]] * 2
