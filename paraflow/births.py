@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from paraflow import seeding
-from paraflow.errors import CheckpointError, ModelError
+from paraflow.errors import CheckpointError, ModelError, some_of
 from paraflow.parts import Box, Sliceable, cut, is_spread, local
 from paraflow.recording import View, cell_of, evaluate, random_states, view_of
 
@@ -208,11 +208,6 @@ def _require_same(**problems: list[str]) -> None:
         "unknown": "they have {}, which it has not",
         "differing": "of another shape: {}",
     }
-    found = [lines[kind].format(_some(names)) for kind, names in problems.items() if names]
+    found = [lines[kind].format(some_of(names)) for kind, names in problems.items() if names]
     if found:
         raise CheckpointError(f"The weights are of another model: {'; '.join(found)}.")
-
-
-def _some(names: list[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

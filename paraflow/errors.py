@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class ParaflowError(Exception):
     """The base of every error that Paraflow raises on purpose."""
@@ -45,3 +47,14 @@ class LaunchError(ParaflowError, RuntimeError):
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def some_of(names: Sequence[str], most: int = 5) -> str:
+    """Returns names for a sentence: the first of them, and how many more there are.
+
+    Example:
+        >>> some_of(["a", "b", "c"], most=2)
+        'a, b and 1 more'
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

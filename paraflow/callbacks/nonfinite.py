@@ -13,6 +13,7 @@ from torch import nn
 
 from paraflow.callbacks.rerun import forward_again, undisturbed
 from paraflow.data.batch import children
+from paraflow.errors import some_of
 from paraflow.loss import read_step
 from paraflow.pipelining.absent import Absent
 
@@ -179,5 +180,4 @@ def _fields(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-    return ", ".join(names[:_MOST]) + more
+    return some_of(names, _MOST)

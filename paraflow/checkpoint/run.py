@@ -22,7 +22,7 @@ from paraflow.checkpoint.reading import ANOTHER, identity_of, take, verify
 from paraflow.checkpoint.stored import Stored
 from paraflow.checkpoint.tensors import size_of
 from paraflow.checkpoint.writer import Writer
-from paraflow.errors import CheckpointError
+from paraflow.errors import CheckpointError, some_of
 from paraflow.mesh import Mesh
 from paraflow.outline import as_loaded, outline_of, tensors_of_the_whole
 from paraflow.parts import part_for
@@ -259,15 +259,10 @@ def _require_shapes(mine: Shapes, theirs: Shapes, folder: Path) -> None:
     both = [name for name in mine if name in theirs]
     differing = [f"{name} {theirs[name]} for {mine[name]}" for name in both if mine[name] != theirs[name]]
     parts = [
-        f"it lacks {_some([f'{name} {mine[name]}' for name in missing])}" if missing else "",
-        f"it has {_some([f'{name} {theirs[name]}' for name in unknown])}" if unknown else "",
-        f"of another shape: {_some(differing)}" if differing else "",
+        f"it lacks {some_of([f'{name} {mine[name]}' for name in missing])}" if missing else "",
+        f"it has {some_of([f'{name} {theirs[name]}' for name in unknown])}" if unknown else "",
+        f"of another shape: {some_of(differing)}" if differing else "",
     ]
     problems = "; ".join(part for part in parts if part)
     if problems:
         raise CheckpointError(f"The checkpoint {str(folder)!r} is of another model: {problems}.")
-
-
-def _some(names: list[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from paraflow.errors import PlanError
+from paraflow.errors import PlanError, some_of
 from paraflow.plan_memory import as_text
 
 if TYPE_CHECKING:
@@ -119,10 +119,12 @@ def measured_times(units: Sequence[Unit], costs: Mapping[str, float]) -> list[fl
     names = {unit.name for unit in units}
     missing, unknown = names - costs.keys(), costs.keys() - names
     if missing or unknown:
-        wrong = [f"they lack {_some(missing)}"] * bool(missing) + [f"they have {_some(unknown)}"] * bool(unknown)
+        wrong = [f"they lack {some_of(sorted(missing))}"] * bool(missing) + [
+            f"they have {some_of(sorted(unknown))}"
+        ] * bool(unknown)
         raise PlanError(
             f"costs must give the seconds of each unit of the model, and {' and '.join(wrong)}. The units are "
-            f"{_some(names, most=40)}."
+            f"{some_of(sorted(names), most=40)}."
         )
     if not all(seconds >= 0 and math.isfinite(seconds) for seconds in costs.values()):
         raise PlanError(f"costs must be seconds, 0 or more, not {dict(costs)}.")
@@ -144,8 +146,3 @@ def _shrinks(module: nn.Module) -> float:
     stride: Any = module.stride
     dimensions = int(kind.__name__[-2])  # pools may have one number for all
     return float(stride**dimensions if isinstance(stride, int) else math.prod(stride))
-
-
-def _some(names: Collection[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(sorted(names)[:most]) + more

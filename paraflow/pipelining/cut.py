@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from paraflow.errors import ModelError, PlanError
+from paraflow.errors import ModelError, PlanError, some_of
 from paraflow.pipelining.balance import balance, estimated_times, measured_times
 
 Stages = Sequence[str] | Sequence[Sequence[str]]
@@ -286,6 +286,5 @@ def _require_enough(model: nn.Module, units: Sequence[Unit], count: int) -> None
         )
 
 
-def _told(units: Sequence[Unit], most: int = 12) -> str:
-    more = f" and {len(units) - most} more" if len(units) > most else ""
-    return ", ".join(unit.name or "the model itself" for unit in units[:most]) + more
+def _told(units: Sequence[Unit]) -> str:
+    return some_of([unit.name or "the model itself" for unit in units], most=12)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paraflow.errors import PlanError
+from paraflow.errors import PlanError, some_of
 from paraflow.parts import is_spread, local
 from paraflow.plan import Plan
 from paraflow.plan_memory import as_text
@@ -153,7 +153,7 @@ def _matching(owners: dict[str, set[str]], pattern: str) -> set[str]:
     if found:
         return set().union(*found)
     names = [path or "the model itself" for path in owners]
-    shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    shown = some_of(names, most=10)
     raise PlanError(
         f"[offload-pattern] cpu_offload has the pattern {pattern!r}, which names no module that has parameters. The "
         f"modules that have some are: {shown}.",

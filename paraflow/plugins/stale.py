@@ -8,7 +8,7 @@ from weakref import ref
 
 from torch import nn
 
-from paraflow.errors import ModelError
+from paraflow.errors import ModelError, some_of
 
 
 class Originals:
@@ -42,8 +42,8 @@ class Originals:
                 parameter.grad = None
         if used:
             raise ModelError(
-                f"The loss was computed from {_some(used)} as kept elsewhere than in the module's own attribute, in a "
-                "list for instance. Sharding has replaced the parameter, and what is kept is the old one, which is not "
+                f"The loss was computed from {some_of(used)} as kept elsewhere than in the module's own attribute, in "
+                "a list for instance. Sharding has replaced the parameter, and what is kept is the old one, which is not "
                 "trained. Look the weight up where it is used (self.layer.weight), or use dp= in place of fsdp=."
             )
 
@@ -71,7 +71,7 @@ class Changes:
         changed = list(self._changed())
         if changed:
             raise ModelError(
-                f"{_some(changed)} changed in place within a step, where a rank holds a gathered copy that is thrown "
+                f"{some_of(changed)} changed in place within a step, where a rank holds a gathered copy that is thrown "
                 "away. Change weights between steps, on the shards that the model holds then: in a callback's "
                 "on_step_end, for instance. Or use dp= in place of fsdp=."
             )
@@ -87,7 +87,3 @@ class Changes:
 def name_of(held: Any) -> str:
     """Returns the name of a parameter in the user's model."""
     return str(held._param_fqn).removeprefix("module.")
-
-
-def _some(names: list[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

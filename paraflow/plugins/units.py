@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from paraflow.errors import ModelError
+from paraflow.errors import ModelError, some_of
 from paraflow.parts import is_spread
 from paraflow.plan import DATA_DEGREES
 
@@ -194,7 +194,7 @@ def _fits(name: str, pattern: str) -> bool:
 
 def _told(named: dict[str, nn.Module]) -> str:
     names = [f"{name} ({type(module).__name__})" for name, module in named.items() if _has_parameters(module)]
-    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+    return some_of(names, most=12)
 
 
 def _require_unit(name: str, module: nn.Module, owners: dict[int, set[int]]) -> None:

@@ -9,7 +9,7 @@ from typing import Literal, cast
 
 from torch import nn
 
-from paraflow.errors import PlanError
+from paraflow.errors import PlanError, some_of
 from paraflow.tensor_parallel.derive import (
     Attention,
     FeedForward,
@@ -223,5 +223,4 @@ def _require_ties(module: nn.Module, kinds: Mapping[str, Kind]) -> None:
 
 
 def _some(names: Sequence[str], most: int = 12) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return (", ".join(names[:most]) + more) or "none"
+    return some_of(names, most) or "none"
