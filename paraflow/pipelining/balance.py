@@ -119,9 +119,8 @@ def measured_times(units: Sequence[Unit], costs: Mapping[str, float]) -> list[fl
     names = {unit.name for unit in units}
     missing, unknown = names - costs.keys(), costs.keys() - names
     if missing or unknown:
-        wrong = [f"they lack {some_of(sorted(missing))}"] * bool(missing) + [
-            f"they have {some_of(sorted(unknown))}"
-        ] * bool(unknown)
+        wrong = [f"they lack {some_of(sorted(missing))}"] * bool(missing)
+        wrong += [f"they have {some_of(sorted(unknown))}"] * bool(unknown)
         raise PlanError(
             f"costs must give the seconds of each unit of the model, and {' and '.join(wrong)}. The units are "
             f"{some_of(sorted(names), most=40)}."

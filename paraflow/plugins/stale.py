@@ -43,8 +43,8 @@ class Originals:
         if used:
             raise ModelError(
                 f"The loss was computed from {some_of(used)} as kept elsewhere than in the module's own attribute, in "
-                "a list for instance. Sharding has replaced the parameter, and what is kept is the old one, which is not "
-                "trained. Look the weight up where it is used (self.layer.weight), or use dp= in place of fsdp=."
+                "a list for instance. Sharding has replaced the parameter, and what is kept is the old one, which is "
+                "not trained. Look the weight up where it is used (self.layer.weight), or use dp= in place of fsdp=."
             )
 
 
